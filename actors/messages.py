@@ -1,0 +1,189 @@
+"""The protocol: everything that crosses a process, as immutable msgspec structs.
+
+    Renderer  -> Scheduler   EngineRequest
+    Scheduler -> Renderer    EngineOutput, a stream per request
+    Scheduler -> every rank  SchedulerOutput, one per step
+    every rank -> Scheduler  RankOutput, one per step
+
+Plain Python: neither Ray nor torch is imported. Positions, offsets and lengths are in tokens, times in seconds.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of every message: immutable, fields by name."""
+
+
+class SamplingParams(Message):
+    """How to draw tokens. The draw at a position depends on (seed, position) only."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output, the model's end-of-sequence tokens among them unless `ignore_eos` was asked for."""
+    min_tokens: int = 0
+    """Until so many tokens are out, `stop_token_ids` cannot be drawn."""
+    logprobs: int | None = None
+    """None: none. k >= 0: the drawn token's log probability and those of the k likeliest tokens."""
+
+
+class MMItem(Message):
+    """One image of a prompt."""
+
+    mm_hash: str
+    offset: int
+    """First token of its placeholder range in the prompt."""
+    length: int
+    """Tokens in that range."""
+    num_embeddings: int
+    """Rows that the encoder yields for it."""
+    grid: tuple[int, int, int]
+    """(t, h, w) in patches, before merging."""
+
+
+class EngineRequest(Message):
+    """One sequence to generate."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The prompt."""
+    sampling: SamplingParams
+    arrival_time: float
+    mm_items: tuple[MMItem, ...] = ()
+    """Sorted by offset; the same mm_hash may occur several times."""
+    pixels: dict[str, Any] = msgspec.field(default_factory=dict)
+    """mm_hash -> reference to the pixels (a Ray ObjectRef of a float32 array [patches, patch_dim]). Kept while the request lives."""
+    output_token_ids: tuple[int, ...] = ()
+    """Tokens that the client has received already from another engine: generation goes on behind them."""
+    cache_salt: str | None = None
+    trace_context: dict[str, str] = msgspec.field(default_factory=dict)
+    """W3C trace context headers."""
+
+
+class TokenLogprobs(Message):
+    """Log probabilities at one output position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log probability), likeliest first."""
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class EngineOutput(Message):
+    """New tokens of one request, in order."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token when asked for."""
+    finish_reason: FinishReason | None = None
+    """Set on the last output."""
+    stop_token_id: int | None = None
+    """The token that ended it; it is not in `token_ids`."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when the request was first scheduled."""
+    error: str | None = None
+    """With finish_reason "error": what the client should change."""
+    error_status: int = 500
+    """HTTP status for `error`: 400 for a request that can never be served, 429 when the engine is full."""
+
+
+class NewRequest(Message):
+    """A request that the ranks do not know, or whose state they must replace (it was preempted)."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """All known tokens: the prompt, then what was generated."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV is in the blocks already (the prefix hit)."""
+    block_ids: tuple[int, ...]
+    sampling: SamplingParams
+    mm_items: tuple[MMItem, ...] = ()
+
+
+class RunningRequest(Message):
+    """What changed for a request that the ranks know and that is scheduled in this step."""
+
+    request_id: str
+    new_token_ids: tuple[int, ...] = ()
+    """Tokens sampled since the ranks last heard of it."""
+    new_block_ids: tuple[int, ...] = ()
+    num_computed_tokens: int = 0
+
+
+class SchedulerOutput(Message, tag="step"):
+    """One step, the same bytes for every rank."""
+
+    step_id: int
+    clock: float
+    """The step's clock, in seconds: the only time that ranks may use in a decision."""
+    phase: Literal["prefill", "decode", "idle"]
+    """idle: nothing to compute; evictions, finished requests and hold windows only."""
+    new_requests: tuple[NewRequest, ...] = ()
+    running_requests: tuple[RunningRequest, ...] = ()
+    num_scheduled_tokens: dict[str, int] = msgspec.field(default_factory=dict)
+    """request id -> tokens computed in this step, in execution order."""
+    scheduled_encoder_inputs: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    """request id -> indices into its mm_items to encode; a mm_hash appears once in a step."""
+    free_encoder_mm_hashes: tuple[str, ...] = ()
+    """Evicted: the ranks free these before they allocate anything."""
+    finished_request_ids: tuple[str, ...] = ()
+    """The ranks forget these (finished, aborted or preempted)."""
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+class WarmUp(Message, tag="warm_up"):
+    """Run one graph once with padding alone; every rank gets the same sequence of them before the first step."""
+
+    step_id: int
+    bucket: str
+    """A name from ModelRunner.buckets."""
+
+
+Command = SchedulerOutput | WarmUp
+"""What travels to a rank."""
+
+
+class EncoderCacheOccupancy(Message):
+    """Blocks of one rank's EncoderCacheBlocks: active + free + held = num_blocks - 1."""
+
+    active_blocks: int
+    free_blocks: int
+    held_blocks: int
+    active_real_tokens: int
+
+
+class RankOutput(Message):
+    """One rank's answer to one step."""
+
+    step_id: int
+    rank: int
+    sampled: dict[str, TokenLogprobs] = msgspec.field(default_factory=dict)
+    """request id -> the token drawn; from rank 0 only, for the requests whose last known token was computed."""
+    occupancy: EncoderCacheOccupancy | None = None
+    counters: dict[str, int] = msgspec.field(default_factory=dict)
+    timings: dict[str, float] = msgspec.field(default_factory=dict)
+    """Stage -> seconds, from rank 0."""
+    digest: str | None = None
+    """Of the rank's bookkeeping, in debug mode: equal on every rank after the same step."""
+    error: str | None = None
+    """A traceback: the step failed on this rank."""

@@ -1,0 +1,142 @@
+"""EnginePlan: everything that is derived from the configuration and the checkpoint, once, before anything starts."""
+
+import json
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from configs.engine import ConfigError, EngineConfig
+from neuron.models import load_model_config
+from neuron.models.interface import CheckpointError
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Settings with every derived value filled in. The same on every process of an engine."""
+
+    config: EngineConfig
+    device: Literal["cpu", "neuron"]
+    dtype: Literal["float32", "bfloat16"]
+    max_image_patches: int
+    """Patches of the largest image that the checkpoint's processor makes."""
+    merge_area: int
+    """Patches that become one embedding."""
+    prefill_tokens: tuple[int, ...]
+    decode_seqs: tuple[int, ...]
+    context_tokens: tuple[int, ...]
+    vision_patches: tuple[int, ...]
+
+    @property
+    def cpus_per_rank(self) -> float:
+        """Ray CPUs that each rank reserves: fractions on a CPU host, so that sixteen ranks fit two cores."""
+        return 1.0 if self.device == "neuron" else 0.01
+
+    def bucket_names(self) -> list[str]:
+        """Every graph that a step can run, smallest first. Context is at least as long as the step's own tokens."""
+        sizes = product(self.prefill_tokens, self.context_tokens)
+        prefill = [(tokens, context) for tokens, context in sizes if context >= tokens]
+        return [
+            *(f"encode/{patches}" for patches in self.vision_patches),
+            *(f"prefill/{tokens}x{context}" for tokens, context in prefill),
+            *(f"prefill_images/{tokens}x{context}" for tokens, context in prefill),
+            *(f"decode/{seqs}x{context}" for seqs, context in product(self.decode_seqs, self.context_tokens)),
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        """The derived values, for the log at start."""
+        config = self.config
+        return {
+            "model": config.model.name,
+            "ranks": config.parallel.world_size,
+            "device": self.device,
+            "dtype": self.dtype,
+            "kv_blocks": config.kv_cache.num_blocks,
+            "kv_tokens": config.kv_cache.num_blocks * config.kv_cache.block_size,
+            "encoder_cache_blocks": config.encoder_cache.num_blocks,
+            "encoder_cache_embeddings": (config.encoder_cache.num_blocks - 1) * config.encoder_cache.block_size,
+            "prefill_tokens": self.prefill_tokens,
+            "decode_seqs": self.decode_seqs,
+            "context_tokens": self.context_tokens,
+            "vision_patches": self.vision_patches,
+            "graphs": len(self.bucket_names()),
+        }
+
+
+def make_plan(config: EngineConfig, neuron_cores: int = 0) -> EnginePlan:
+    """Derive the plan; `neuron_cores` is what the cluster has. Raises ConfigError naming the setting."""
+    folder = config.model.folder
+    device = config.parallel.device
+    if device == "auto":
+        device = "neuron" if neuron_cores else "cpu"
+    if device == "neuron":
+        raise ConfigError(
+            "parallel.device: NeuronCores were chosen, and this version has no Neuron backend yet; "
+            "set parallel.device: cpu to run on the host's processors"
+        )
+    try:
+        model_config = load_model_config(folder)
+        model_config.validate(config.parallel.world_size)
+    except CheckpointError as error:
+        raise ConfigError(f"model.path = {config.model.path!r}: {error}") from error
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    patch = processor["patch_size"]
+    max_image_patches = processor["size"]["longest_edge"] // patch**2
+    dtype: Any = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else model_config.torch_dtype
+    buckets = config.buckets
+    context = _ladder(256, _round_up(config.model.max_model_len, config.kv_cache.block_size), factor=4)
+    plan = EnginePlan(
+        config=config,
+        device=device,
+        dtype=dtype,
+        max_image_patches=max_image_patches,
+        merge_area=model_config.merge_area,
+        prefill_tokens=buckets.prefill_tokens or _ladder(32, config.scheduler.max_num_batched_tokens, factor=2),
+        decode_seqs=buckets.decode_seqs or _ladder(1, config.scheduler.max_num_seqs, factor=2),
+        context_tokens=buckets.context_tokens or context,
+        vision_patches=buckets.vision_patches or _ladder(64, _round_up(max_image_patches, 128), factor=4),
+    )
+    _check(plan)
+    return plan
+
+
+def _check(plan: EnginePlan) -> None:
+    config = plan.config
+    if plan.vision_patches[-1] < plan.max_image_patches:
+        raise ConfigError(
+            f"buckets.vision_patches = {list(plan.vision_patches)}: the largest must hold the largest image of "
+            f"{plan.max_image_patches} patches"
+        )
+    if plan.context_tokens[-1] < config.model.max_model_len:
+        raise ConfigError(
+            f"buckets.context_tokens = {list(plan.context_tokens)}: the largest must hold model.max_model_len = "
+            f"{config.model.max_model_len}"
+        )
+    if any(size % config.kv_cache.block_size for size in plan.context_tokens):
+        raise ConfigError(
+            f"buckets.context_tokens = {list(plan.context_tokens)}: expected multiples of kv_cache.block_size = "
+            f"{config.kv_cache.block_size}"
+        )
+
+
+def _ladder(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
+    """smallest, smallest * factor, ... below `largest`, then `largest`."""
+    sizes = []
+    size = smallest
+    while size < largest:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, largest)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def bucket(sizes: tuple[int, ...], needed: int) -> int:
+    """The smallest of the ascending `sizes` that holds `needed`. Raises ValueError when none does."""
+    for size in sizes:
+        if size >= needed:
+            return size
+    raise ValueError(f"{needed} exceeds the largest bucket of {list(sizes)}")

@@ -1,0 +1,72 @@
+"""RankActor: one rank of the gang as a Ray actor. A thin shell over ModelRunner; imports no torch before `load`."""
+
+import os
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from actors.messages import Command, RankOutput, WarmUp
+from actors.pixels import PixelMailbox
+from actors.step_channel import serve_socket
+from actors.plan import EnginePlan
+
+if TYPE_CHECKING:
+    from actors.model_runner import ModelRunner
+
+
+class RankActor:
+    """One SPMD rank. Wrapped by `ray.remote` in RankGroup; its methods run on the threads of a threaded actor."""
+
+    def __init__(self, rank: int, plan: EnginePlan, engine: str) -> None:
+        self.rank = rank
+        self.plan = plan
+        self.engine = engine
+        self.pixels = PixelMailbox()
+        self.runner: ModelRunner | None = None
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def describe(self) -> dict[str, Any]:
+        """Where this rank runs: process id and Ray node id."""
+        import ray
+
+        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+
+    def load(self, collectives: str, rendezvous: str) -> dict[str, float]:
+        """Join the collectives and read this rank's slice of the weights. Returns seconds and bytes."""
+        from actors.model_runner import ModelRunner
+        from neuron.collectives import create_collectives
+        from telemetry.prometheus import Recorder
+
+        begin = time.monotonic()
+        parallel = self.plan.config.parallel
+        joined = create_collectives(
+            collectives, self.rank, parallel.world_size, rendezvous, parallel.collective_timeout_s
+        )
+        recorder = Recorder(self.plan.config.model.name, self.engine)
+        self.runner = ModelRunner(self.plan, joined, self.pixels, recorder)
+        return {"seconds": time.monotonic() - begin, "bytes": float(self.runner.weight_bytes)}
+
+    def put_pixels(self, mm_hashes: list[str], *pixels: Any) -> None:
+        """Take the pixels of the images that this rank encodes; Ray has resolved the references to arrays."""
+        for mm_hash, array in zip(mm_hashes, pixels, strict=True):
+            self.pixels.put(mm_hash, array)
+
+    def serve(self, address: tuple[str, bytes]) -> None:
+        """The step loop over a local socket: returns when the scheduler's end closes."""
+        serve_socket(address, self.rank, self.handle)
+
+    def handle(self, command: bytes) -> bytes:
+        """One command, one answer; what a step raises travels back as its traceback."""
+        assert self.runner is not None, "handle before load"
+        message = self._decoder.decode(command)
+        try:
+            if isinstance(message, WarmUp):
+                output = self.runner.warm_up(message)
+            else:
+                output = self.runner.execute(message)
+        except Exception:
+            output = RankOutput(step_id=message.step_id, rank=self.rank, error=traceback.format_exc())
+        return self._encoder.encode(output)

@@ -1,0 +1,177 @@
+"""RankGroup: starts the gang, sends it steps, notices when a rank is gone, and starts it anew.
+
+It alone knows how a step reaches the ranks (see `step_channel`). Stages of a start: placed, loaded, warmed.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.messages import RankOutput, SchedulerOutput, WarmUp
+from actors.plan import EnginePlan
+from actors.rank_actor import RankActor
+from actors.step_channel import ActorCallChannel, RankFailure, SocketChannel, StepChannel
+from neuron.vision_packing import pack
+from telemetry.prometheus import forget_process
+
+logger = logging.getLogger("trn_vision_serve")
+
+Report = Callable[[str, int, int, float], None]
+"""(stage, done, total, seconds since the stage began)"""
+
+
+class RankGroup:
+    """The sixteen (world_size) rank actors of one engine, in lockstep.
+
+    `placement_group` has a bundle for the scheduler's replica and then one per rank; None places ranks anywhere.
+    """
+
+    def __init__(
+        self, plan: EnginePlan, report: Report, engine: str = "0", placement_group: PlacementGroup | None = None
+    ) -> None:
+        self.plan = plan
+        self.config = plan.config
+        self.world_size = plan.config.parallel.world_size
+        self._report = report
+        self._engine = engine
+        self._placement_group = placement_group
+        self._actors: list[Any] = []
+        self._pids: list[int] = []
+        self._channel: StepChannel | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(RankOutput)
+
+    # Start and stop
+
+    def start(self) -> None:
+        """Place, load and warm the gang. Raises RankFailure, or what a rank's load raised."""
+        try:
+            nodes = self._place()
+            self._load(nodes)
+            self._warm_up()
+        except ray.exceptions.RayActorError as error:
+            raise RankFailure(-1, f"died during the start: {error}") from error
+
+    def restart(self) -> None:
+        """Replace every rank: a gang in lockstep cannot lose one alone."""
+        self.shutdown()
+        self.start()
+
+    def shutdown(self) -> None:
+        """End every rank; its gauges go with it."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        for actor in self._actors:
+            ray.kill(actor)
+        for pid in self._pids:
+            forget_process(pid)
+        self._actors, self._pids = [], []
+
+    def _place(self) -> list[str]:
+        begin = time.monotonic()
+        remote = ray.remote(RankActor)
+        for rank in range(self.world_size):
+            options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 8}
+            if self._placement_group is not None:
+                options["num_cpus"] = self.plan.cpus_per_rank
+                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                    self._placement_group, placement_group_bundle_index=rank + 1
+                )
+            self._actors.append(remote.options(**options).remote(rank, self.plan, self._engine))
+        places = self._gather("placed", [actor.describe.remote() for actor in self._actors], begin)
+        self._pids = [place["pid"] for place in places]
+        return [place["node"] for place in places]
+
+    def _load(self, nodes: list[str]) -> None:
+        begin = time.monotonic()
+        local = set(nodes) == {ray.get_runtime_context().get_node_id()}
+        parallel = self.config.parallel
+        collectives = parallel.collectives
+        if collectives == "auto":
+            collectives = "shared_memory" if local else "gloo"
+        rendezvous = self._rendezvous(collectives)
+        self._gather("loaded", [actor.load.remote(collectives, rendezvous) for actor in self._actors], begin)
+        if parallel.step_channel == "socket" or (parallel.step_channel == "auto" and local):
+            channel = SocketChannel(self.world_size)
+            for actor in self._actors:
+                actor.serve.remote(channel.address)
+            channel.accept()
+            self._channel = channel
+        else:
+            self._channel = ActorCallChannel(self._actors)
+
+    def _rendezvous(self, collectives: str) -> str:
+        """Where the ranks meet: a new name for shared memory, a host and a free port for torch.distributed."""
+        if collectives == "shared_memory":
+            return f"tvs-{uuid.uuid4().hex[:12]}"
+        import socket
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def _gather(self, stage: str, answers: list[Any], begin: float) -> list[Any]:
+        """Wait for one answer of every rank, reporting each."""
+        pending = list(answers)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1)
+            ray.get(done)
+            self._report(stage, len(answers) - len(pending), len(answers), time.monotonic() - begin)
+        return ray.get(answers)
+
+    def _warm_up(self) -> None:
+        begin = time.monotonic()
+        buckets = self.plan.bucket_names()
+        for index, bucket in enumerate(buckets, start=1):
+            self._exchange(WarmUp(step_id=-index, bucket=bucket))
+            self._report("warmed", index, len(buckets), time.monotonic() - begin)
+
+    # Steps
+
+    def step(self, output: SchedulerOutput, pixels: Mapping[str, Any], items: list[tuple[str, int]]) -> RankOutput:
+        """Run one step on every rank and return rank 0's answer. Raises RankFailure.
+
+        `items`: (mm_hash, patches) of the images to encode, in the message's order; `pixels`: references by mm_hash.
+        """
+        self._send_pixels(pixels, items)
+        answers = self._exchange(output)
+        if self.config.debug.rank_digest:
+            for answer in answers:
+                if answer.digest != answers[0].digest:
+                    raise RankFailure(answer.rank, f"differs from rank 0 after step {output.step_id}: its bookkeeping")
+        return answers[0]
+
+    def _send_pixels(self, pixels: Mapping[str, Any], items: list[tuple[str, int]]) -> None:
+        """Each image goes to the one rank that encodes it."""
+        if not items:
+            return
+        wanted: dict[int, list[str]] = {}
+        for vision_round in pack(items, self.plan.vision_patches, self.world_size, self.plan.merge_area):
+            for rank, block in enumerate(vision_round.blocks):
+                wanted.setdefault(rank, []).extend(image.mm_hash for image in block)
+        for rank, mm_hashes in wanted.items():
+            if mm_hashes:
+                self._actors[rank].put_pixels.remote(mm_hashes, *(pixels[mm_hash] for mm_hash in mm_hashes))
+
+    def _exchange(self, command: SchedulerOutput | WarmUp) -> list[RankOutput]:
+        assert self._channel is not None, "step before start"
+        answers = self._channel.exchange(self._encoder.encode(command), self.config.parallel.collective_timeout_s)
+        outputs = [self._decoder.decode(answer) for answer in answers]
+        for output in outputs:
+            if output.error is not None:
+                raise RankFailure(output.rank, f"raised in step {command.step_id}:\n{output.error}")
+        return outputs
+
+    def check(self) -> None:
+        """Between steps: raises RankFailure when a rank has gone."""
+        if self._channel is not None:
+            self._channel.check()

@@ -1,0 +1,1 @@
+"""Typed settings, their YAML files, the demo checkpoint and its data."""

@@ -1,0 +1,217 @@
+"""EngineConfig: every setting of the application as one typed tree.
+
+A wrong or unknown key stops the start with the key's path, the value and what was expected.
+Values left at None are derived; `deployments.app` logs each derived value once at start.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message names its path, its value and what was expected."""
+
+
+class Settings(BaseModel):
+    """Base of every section: unknown keys are errors and nothing changes after start."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSettings(Settings):
+    path: str = "configs/models/digits-vl"
+    """A Hugging Face checkpoint folder; relative paths are taken from the project's root."""
+    served_name: str | None = None
+    """The name clients use; the folder's name by default."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: float32 on the CPU, the checkpoint's own on Neuron devices."""
+    max_model_len: int = Field(8192, ge=16)
+    """Prompt and output tokens of one request together."""
+
+    @property
+    def folder(self) -> Path:
+        path = Path(self.path)
+        return path if path.is_absolute() else ROOT / path
+
+    @property
+    def name(self) -> str:
+        return self.served_name or self.folder.name
+
+
+class ParallelSettings(Settings):
+    world_size: Literal[1, 2, 4, 8, 16, 32, 64] = 16
+    """Ranks of the gang: the text model is tensor parallel over all of them, the vision encoder data parallel."""
+    device: Literal["auto", "cpu", "neuron"] = "auto"
+    """auto: NeuronCores when the Ray cluster has them, else the CPU."""
+    threads_per_rank: int = Field(1, ge=1)
+    """CPU device: torch threads of each rank."""
+    step_channel: Literal["auto", "socket", "actor_call"] = "auto"
+    """How a step reaches the ranks. auto: local sockets for a gang on one node, actor calls between nodes."""
+    collectives: Literal["auto", "shared_memory", "gloo"] = "auto"
+    """auto: shared memory for CPU ranks on one node, gloo between nodes."""
+    collective_timeout_s: float = Field(60.0, gt=0)
+    """A collective or a step that takes longer ends with an error."""
+
+
+class KVCacheSettings(Settings):
+    block_size: int = Field(16, ge=1)
+    """Tokens of one KV block."""
+    num_blocks: int = Field(4096, ge=2)
+    """KV blocks, beside the scratch block."""
+    enable_prefix_caching: bool = True
+
+
+class EncoderCacheSettings(Settings):
+    block_size: int = Field(64, ge=1)
+    """Embeddings of one encoder cache block."""
+    num_blocks: int = Field(512, ge=2)
+    """Blocks of each rank's shard, the last of which is scratch and never allocated."""
+    min_hold_time_ms: float = Field(0.0, ge=0)
+    """A freed block is not allocated again before so long after it was written."""
+
+
+class ProcessorCacheSettings(Settings):
+    max_bytes: int = Field(2 * 1024**3, ge=0)
+    """Pixels kept by each Renderer replica; 0 turns the cache off."""
+
+
+class SchedulerSettings(Settings):
+    max_num_seqs: int = Field(16, ge=1)
+    """Requests running at a time."""
+    max_num_batched_tokens: int = Field(1024, ge=16)
+    """Tokens of one prefill step: a longer prompt is prefilled in chunks."""
+    max_encoder_embeddings_per_step: int = Field(4096, ge=1)
+    """Encoder compute budget of one step, in embeddings; an image larger than it is encoded alone in its step."""
+    max_waiting_requests: int = Field(1024, ge=1)
+    """Beyond this queue a request gets 429."""
+
+
+class BucketSettings(Settings):
+    """The shapes that graphs are made for: ascending, the largest equal to the limit it serves. None: derived."""
+
+    prefill_tokens: tuple[int, ...] | None = None
+    """Tokens of a prefill step; the largest is scheduler.max_num_batched_tokens."""
+    decode_seqs: tuple[int, ...] | None = None
+    """Sequences of a decode step; the largest is scheduler.max_num_seqs."""
+    context_tokens: tuple[int, ...] | None = None
+    """Tokens that attention reads; the largest holds scheduler.max_num_seqs or one request of model.max_model_len."""
+    vision_patches: tuple[int, ...] | None = None
+    """Patches of a vision attention block; the largest holds the largest image."""
+
+
+class MultimodalSettings(Settings):
+    max_images_per_prompt: int = Field(32, ge=0)
+    max_image_bytes: int = Field(32 * 1024**2, ge=1)
+    max_image_pixels: int = Field(50_000_000, ge=1)
+    """Width times height as the header says, checked before anything is decoded."""
+    max_aspect_ratio: float = Field(200.0, ge=1)
+    allowed_url_hosts: tuple[str, ...] = ()
+    """Hosts from which http(s) images may be fetched; none by default."""
+
+
+class ServerSettings(Settings):
+    development_mode: bool = False
+    """Opens /reset_prefix_cache, /reset_mm_cache and /reset_encoder_cache."""
+    max_body_bytes: int = Field(64 * 1024**2, ge=1)
+
+
+class DebugSettings(Settings):
+    rank_digest: bool = False
+    """Compare a digest of every rank's bookkeeping after each step; the first rank that differs is named."""
+    check_invariants: bool = False
+    """Run the scheduler's integrity checks after every step, not only when it goes idle."""
+
+
+class TelemetrySettings(Settings):
+    multiproc_dir: str = "/tmp/trn-vision-serve/metrics"
+    """Folder of this node's metric files; one application per node and folder. Wiped at start."""
+    stats_interval_s: float = Field(10.0, gt=0)
+
+
+class EngineConfig(Settings):
+    model: ModelSettings = ModelSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    kv_cache: KVCacheSettings = KVCacheSettings()
+    encoder_cache: EncoderCacheSettings = EncoderCacheSettings()
+    processor_cache: ProcessorCacheSettings = ProcessorCacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    buckets: BucketSettings = BucketSettings()
+    multimodal: MultimodalSettings = MultimodalSettings()
+    server: ServerSettings = ServerSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    debug: DebugSettings = DebugSettings()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explained(cls, tree: Any, validate: Any) -> "EngineConfig":
+        """Say for every wrong key what would have been right, whoever validates (Serve's builder does)."""
+        try:
+            return validate(tree)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(error))) from None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "EngineConfig":
+        for name, limit_name, limit in (
+            ("prefill_tokens", "scheduler.max_num_batched_tokens", self.scheduler.max_num_batched_tokens),
+            ("decode_seqs", "scheduler.max_num_seqs", self.scheduler.max_num_seqs),
+        ):
+            bucket = getattr(self.buckets, name)
+            if bucket is not None and bucket[-1:] != (limit,):
+                raise ValueError(f"buckets.{name} = {list(bucket)}: the largest must equal {limit_name} = {limit}")
+        for name in ("prefill_tokens", "decode_seqs", "context_tokens", "vision_patches"):
+            bucket = getattr(self.buckets, name)
+            if bucket is not None and (not bucket or list(bucket) != sorted(set(bucket)) or bucket[0] < 1):
+                raise ValueError(f"buckets.{name} = {list(bucket)}: expected positive sizes in ascending order")
+        kv_tokens = self.kv_cache.num_blocks * self.kv_cache.block_size
+        if kv_tokens < self.model.max_model_len:
+            raise ValueError(
+                f"kv_cache.num_blocks = {self.kv_cache.num_blocks} blocks of {self.kv_cache.block_size} hold {kv_tokens} "
+                f"tokens: expected at least model.max_model_len = {self.model.max_model_len}"
+            )
+        return self
+
+
+def load_config(path: str | Path) -> EngineConfig:
+    """The settings in a Serve config file: the `args` of its first application. Raises ConfigError."""
+    tree = yaml.safe_load(Path(path).read_text())
+    try:
+        args = tree["applications"][0].get("args", {})
+    except (TypeError, KeyError, IndexError):
+        raise ConfigError(f"{path}: expected a Serve config file with applications[0].args") from None
+    return parse_config(args)
+
+
+def parse_config(tree: dict[str, Any]) -> EngineConfig:
+    """Build the tree from plain values. Raises ConfigError naming every wrong key."""
+    try:
+        return EngineConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error))) from None
+
+
+def _explain(error: ValidationError) -> list[str]:
+    """One line per problem: the key's path, the value, what was expected."""
+    lines = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{path} = {problem['input']!r}: no such setting; {_known(problem['loc'])}")
+        elif path:
+            lines.append(f"{path} = {problem['input']!r}: {problem['msg']}")
+        else:
+            lines.append(problem["msg"].removeprefix("Value error, "))
+    return lines
+
+
+def _known(location: tuple[Any, ...]) -> str:
+    """The names that would have been accepted beside an unknown one."""
+    section: Any = EngineConfig
+    for part in location[:-1]:
+        section = section.model_fields[part].annotation
+    return f"{'.'.join(map(str, location[:-1])) or 'the top level'} has {', '.join(section.model_fields)}"

@@ -1,0 +1,1 @@
+"""The two Serve deployments, Renderer and Scheduler, and `app`, which wires them."""

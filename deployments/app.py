@@ -1,0 +1,40 @@
+"""The wiring: two deployments from one typed configuration. `serve run` imports `deployments.app:build`."""
+
+from ray import serve
+from ray.serve import Application
+
+from actors.plan import make_plan
+from configs.engine import EngineConfig
+from deployments.renderer.deployment import RendererDeployment
+from deployments.scheduler.deployment import SchedulerDeployment
+from telemetry import prometheus
+
+_REPLICA_CPUS = 0.1
+"""Ray CPUs that each replica's process reserves."""
+
+
+def build(args: EngineConfig) -> Application:
+    """Renderer -> Scheduler -> its gang. Options of either deployment can be overridden by name in the Serve config."""
+    import ray
+
+    neuron_cores = int(ray.cluster_resources().get("neuron_cores", 0)) if ray.is_initialized() else 0
+    plan = make_plan(args, neuron_cores)
+    prometheus.wipe_stale(args.telemetry.multiproc_dir)
+    actor_options = {
+        "num_cpus": _REPLICA_CPUS,
+        "runtime_env": {"env_vars": prometheus.environment(args.telemetry.multiproc_dir)},
+    }
+    rank_bundle = {"CPU": plan.cpus_per_rank}
+    scheduler = serve.deployment(SchedulerDeployment).options(
+        name="Scheduler",
+        ray_actor_options=actor_options,
+        placement_group_bundles=[{"CPU": _REPLICA_CPUS}] + [rank_bundle] * args.parallel.world_size,
+        placement_group_strategy="STRICT_PACK",
+        max_ongoing_requests=4096,
+        health_check_timeout_s=60,
+        graceful_shutdown_timeout_s=10,
+    )
+    renderer = serve.deployment(serve.ingress()(RendererDeployment)).options(
+        name="Renderer", ray_actor_options=actor_options, max_ongoing_requests=4096, graceful_shutdown_timeout_s=10
+    )
+    return renderer.bind(args, scheduler.bind(args))

@@ -1,0 +1,32 @@
+"""The ready line: logged once the application answers through Serve's own HTTP proxy."""
+
+import logging
+import time
+
+from configs.engine import ROOT
+from telemetry.logs import LOGGER_NAME
+
+_CURL = """ready: {url}/v1 serves {model!r}. Try:
+printf '{{"model": "{model}", "max_tokens": 32, "temperature": 0, "messages": [{{"role": "user", "content": [{{"type": "image_url", \
+"image_url": {{"url": "data:image/png;base64,%s"}}}}, {{"type": "text", "text": "Read the digits."}}]}}]}}' \
+"$(base64 -w0 {image})" | curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d @-
+"""
+
+
+def announce(model: str, timeout_s: float = 60.0) -> None:
+    """Wait until `/health` answers through the proxy, then log how to send a first request."""
+    import httpx
+    from ray.serve.context import _get_global_client
+
+    http = _get_global_client().http_config
+    url = f"http://{http.host or '127.0.0.1'}:{http.port}"
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                break
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.info(_CURL.format(url=url, model=model, image=ROOT / "examples" / "digits-3141.png"))

@@ -1,0 +1,61 @@
+"""The Scheduler deployment: one replica is one engine with one gang of ranks. A thin shell over Engine."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+from actors.messages import EngineOutput, EngineRequest
+from actors.plan import make_plan
+from configs.engine import EngineConfig
+from telemetry.logs import configure
+from telemetry.prometheus import Recorder
+from telemetry.start_report import StartReport
+
+
+class SchedulerDeployment:
+    """Starts the gang in its constructor, so that a replica is ready when its engine is."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        import ray
+
+        from actors.rank_group import RankGroup
+        from deployments.scheduler.engine import Engine
+        from deployments.scheduler.scheduler import Scheduler
+        from deployments.scheduler.stats import StatsRecorder
+
+        logger = configure()
+        plan = make_plan(config, neuron_cores=int(ray.cluster_resources().get("neuron_cores", 0)))
+        logger.info("plan: %s", ", ".join(f"{key}={value}" for key, value in plan.describe().items()))
+        group = RankGroup(plan, StartReport(), placement_group=ray.util.get_current_placement_group())
+        group.start()
+        stats = StatsRecorder(Recorder(config.model.name, "0"))
+        self._engine = Engine(Scheduler(config), group, stats, config.debug.check_invariants)
+        self._engine.start()
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Stream a request's tokens as they are sampled; a consumer that goes away aborts it."""
+        async for output in self._engine.stream(request):
+            yield output
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every KV block that no running request holds."""
+        await asyncio.wrap_future(self._engine.call(lambda scheduler: scheduler.reset_prefix_cache()))
+
+    async def reset_encoder_cache(self) -> None:
+        """Forget every cached image that no running request holds, here and on the ranks."""
+        await asyncio.wrap_future(self._engine.call(lambda scheduler: scheduler.reset_encoder_cache()))
+
+    async def ready(self) -> int:
+        """The replica's process id, once the engine runs."""
+        return os.getpid()
+
+    def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        if not self._engine.healthy:
+            raise RuntimeError(f"the engine stopped: {self._engine.failure!r}")
+
+    def __del__(self) -> None:
+        """Serve calls this when it stops the replica."""
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.stop()

@@ -1,0 +1,211 @@
+"""Engine: the loop that turns requests into steps, and steps into streamed tokens. Plain threads, no Ray.
+
+One thread owns the Scheduler and the gang; `submit`, `abort` and the resets are messages to that thread.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from actors.messages import EngineOutput, EngineRequest, RankOutput, SchedulerOutput
+from actors.step_channel import RankFailure
+from deployments.scheduler.request import RequestError
+from deployments.scheduler.scheduler import Scheduler
+from deployments.scheduler.stats import StatsRecorder
+
+logger = logging.getLogger("trn_vision_serve")
+
+IDLE_CHECK_S = 1.0
+"""How often an idle engine looks whether its gang is alive."""
+
+OnOutput = Callable[[EngineOutput], None]
+
+
+class Gang(Protocol):
+    """What the engine needs of a RankGroup."""
+
+    def step(self, output: SchedulerOutput, pixels: dict[str, Any], items: list[tuple[str, int]]) -> RankOutput: ...
+    def check(self) -> None: ...
+    def restart(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+@dataclass
+class _Live:
+    """A request that the engine has not finished."""
+
+    request: EngineRequest
+    on_output: OnOutput
+
+
+class Engine:
+    """Runs one Scheduler over one gang. `start` begins the loop; `stop` ends it and the gang."""
+
+    def __init__(
+        self, scheduler: Scheduler, gang: Gang, stats: StatsRecorder, check_invariants: bool = False
+    ) -> None:
+        self._scheduler = scheduler
+        self._gang = gang
+        self._stats = stats
+        self._check_invariants = check_invariants
+        self._live: dict[str, _Live] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.failure: BaseException | None = None
+        """Why the loop ended, when it was not stopped."""
+
+    # Any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop after the step in flight, then the gang."""
+        self._inbox.put(None)
+        self._thread.join()
+        self._gang.shutdown()
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, request: EngineRequest, on_output: OnOutput) -> None:
+        """Queue a request; `on_output` is called from the engine's thread, last with a finish reason."""
+        self._inbox.put(lambda: self._add(_Live(request, on_output)))
+
+    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """`submit` for asyncio: yields the request's outputs; closing the iterator early aborts the request."""
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self.submit(request, lambda output: loop.call_soon_threadsafe(outputs.put_nowait, output))
+        try:
+            while True:
+                output = await outputs.get()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self.abort(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; nothing happens when it has finished already."""
+        self._inbox.put(lambda: self._abort(request_id))
+
+    def call(self, function: Callable[[Scheduler], Any]) -> "Future[Any]":
+        """Run `function` on the scheduler between two steps."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self._scheduler))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._take_messages():
+                try:
+                    self._step()
+                except RankFailure as failure:
+                    self._recover(failure)
+        except BaseException as error:
+            logger.exception("engine stopped")
+            self.failure = error
+            self._fail_everything(error)
+
+    def _take_messages(self) -> bool:
+        """Run what was sent; wait for more while there is nothing to do. False: stop."""
+        while True:
+            try:
+                message = self._inbox.get(block=not self._has_work(), timeout=self._idle_timeout())
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            message()
+
+    def _has_work(self) -> bool:
+        return self._scheduler.has_unfinished_requests()
+
+    def _idle_timeout(self) -> float:
+        wakeup = self._scheduler.next_wakeup()
+        return IDLE_CHECK_S if wakeup is None else min(IDLE_CHECK_S, max(0.0, wakeup - time.monotonic()))
+
+    def _step(self) -> None:
+        output = self._scheduler.schedule(time.monotonic())
+        if output is None:
+            self._gang.check()
+            if self._has_work():
+                time.sleep(0.0005)
+            return
+        begin = time.monotonic()
+        answer = self._gang.step(output, *self._encoder_work(output))
+        for result in self._scheduler.update_from_output(output, answer.sampled):
+            self._deliver(result)
+        self._stats.record_step(self._scheduler, output, time.monotonic() - begin)
+        if self._check_invariants:
+            self._scheduler.check_integrity()
+
+    def _encoder_work(self, output: SchedulerOutput) -> tuple[dict[str, Any], list[tuple[str, int]]]:
+        """References to the pixels and (mm_hash, patches) of the images to encode, in the message's order."""
+        pixels: dict[str, Any] = {}
+        items: list[tuple[str, int]] = []
+        for request_id, indices in output.scheduled_encoder_inputs.items():
+            request = self._live[request_id].request
+            for index in indices:
+                item = request.mm_items[index]
+                t, h, w = item.grid
+                items.append((item.mm_hash, t * h * w))
+                pixels[item.mm_hash] = request.pixels[item.mm_hash]
+        return pixels, items
+
+    def _add(self, live: _Live) -> None:
+        request_id = live.request.request_id
+        try:
+            self._scheduler.add_request(live.request)
+        except RequestError as error:
+            live.on_output(
+                EngineOutput(
+                    request_id=request_id, finish_reason="error", error=str(error), error_status=error.status
+                )
+            )
+            return
+        self._live[request_id] = live
+
+    def _abort(self, request_id: str) -> None:
+        if self._live.pop(request_id, None) is not None:
+            self._scheduler.abort_request(request_id)
+
+    def _deliver(self, output: EngineOutput) -> None:
+        live = self._live.get(output.request_id)
+        if live is None:
+            return
+        if output.finish_reason is not None:
+            del self._live[output.request_id]
+        live.on_output(output)
+
+    def _recover(self, failure: RankFailure) -> None:
+        """Start the gang anew and compute again what was lost with it."""
+        begin = time.monotonic()
+        logger.error("%s; restarting the gang, %d requests will be recomputed", failure, len(self._live))
+        self._gang.restart()
+        self._scheduler.recover()
+        logger.info("gang restarted in %.1f s", time.monotonic() - begin)
+
+    def _fail_everything(self, error: BaseException) -> None:
+        for request_id, live in list(self._live.items()):
+            live.on_output(
+                EngineOutput(request_id=request_id, finish_reason="error", error=f"the engine stopped: {error}")
+            )
+        self._live.clear()

@@ -1,0 +1,1 @@
+"""Observability: metric definitions, their exporter, the start report and the stats log."""

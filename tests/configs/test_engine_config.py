@@ -1,0 +1,79 @@
+"""Settings: a wrong key says where it is, what it was, and what would have been right."""
+
+from pathlib import Path
+
+import pytest
+
+from actors.plan import bucket, make_plan
+from configs.engine import ConfigError, EngineConfig, load_config, parse_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"kv_cache": {"num_block": 3}}, ["kv_cache.num_block = 3", "num_blocks"]),
+        ({"modl": {}}, ["modl = {}", "no such setting", "model"]),
+        ({"parallel": {"world_size": 3}}, ["parallel.world_size = 3", "16"]),
+        ({"scheduler": {"max_num_seqs": 0}}, ["scheduler.max_num_seqs = 0", "greater than or equal to 1"]),
+        ({"kv_cache": {"num_blocks": 3}}, ["kv_cache.num_blocks = 3", "model.max_model_len"]),
+        ({"buckets": {"decode_seqs": [4, 2, 16]}}, ["buckets.decode_seqs = [4, 2, 16]", "ascending"]),
+        ({"buckets": {"decode_seqs": [4]}}, ["buckets.decode_seqs = [4]", "scheduler.max_num_seqs = 16"]),
+    ],
+)
+def test_a_wrong_setting_is_explained(tree: dict, says: list[str]) -> None:
+    for build in (parse_config, EngineConfig.model_validate):
+        with pytest.raises(ValueError, match=".") as raised:
+            build(tree)
+        for part in says:
+            assert part in str(raised.value)
+
+
+def test_every_wrong_key_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_config({"a": 1, "model": {"b": 2}})
+    assert "a = 1" in str(raised.value)
+    assert "model.b = 2" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["serve_config.yaml", "configs/laptop.yaml"])
+def test_the_shipped_configurations_make_a_plan(name: str) -> None:
+    plan = make_plan(load_config(ROOT / name))
+    assert plan.device == "cpu"
+    assert plan.dtype == "float32"
+    assert plan.prefill_tokens[-1] == plan.config.scheduler.max_num_batched_tokens
+    assert plan.context_tokens[-1] >= plan.config.model.max_model_len
+    assert plan.vision_patches[-1] >= plan.max_image_patches
+    assert len(set(plan.bucket_names())) == len(plan.bucket_names())
+
+
+def test_the_reference_deployment_is_valid_and_needs_a_neuron_backend() -> None:
+    config = load_config(ROOT / "configs" / "trn2.yaml")
+    assert config.parallel.world_size == 16
+    with pytest.raises(ConfigError, match="Neuron backend"):
+        make_plan(config)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "says"),
+    [
+        ({"vision_patches": [64]}, "buckets.vision_patches"),
+        ({"context_tokens": [256]}, "buckets.context_tokens"),
+        ({"context_tokens": [100, 8200]}, "multiples of kv_cache.block_size"),
+    ],
+)
+def test_a_bucket_that_cannot_work_is_refused(buckets: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_plan(parse_config({"buckets": buckets}))
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        make_plan(parse_config({"model": {"path": str(tmp_path)}}))
+
+
+def test_a_bucket_is_the_smallest_that_holds() -> None:
+    assert [bucket((4, 8), needed) for needed in (1, 4, 5, 8)] == [4, 4, 8, 8]
+    with pytest.raises(ValueError, match="9 exceeds"):
+        bucket((4, 8), 9)

@@ -1,0 +1,59 @@
+"""Imports between the rooms run one way, and the plain parts stay plain."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("configs", "telemetry", "neuron", "actors", "deployments")
+
+
+def imports_of(file: Path) -> set[str]:
+    """Every module that a file imports, at any depth."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_rooms_above_it(room: str) -> None:
+    allowed = set(ROOMS[: ROOMS.index(room) + 1])
+    files = list((ROOT / room).rglob("*.py"))
+    assert files
+    for file in files:
+        rooms = {module.split(".")[0] for module in imports_of(file)} & {*ROOMS, "tests", "benchmarks"}
+        assert rooms <= allowed, f"{file.relative_to(ROOT)} imports {sorted(rooms - allowed)}"
+
+
+PLAIN = (
+    "actors.messages",
+    "actors.plan",
+    "configs.engine",
+    "deployments.scheduler.scheduler",
+    "deployments.scheduler.engine",
+    "neuron.encoder_cache_blocks",
+    "neuron.vision_packing",
+)
+
+
+@pytest.mark.parametrize("module", PLAIN)
+def test_plain_modules_import_neither_ray_nor_torch(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_rank_imports_neither_transformers_nor_fastapi() -> None:
+    code = (
+        "import sys, actors.rank_actor, actors.model_runner, neuron.models.qwen3_vl.model; "
+        "print([m for m in ('transformers', 'fastapi', 'ray.serve') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.strip() == "[]"
