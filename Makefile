@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 CONFIG ?= serve_config.yaml
 
 # HAProxy in front and fewer thread hops inside the replicas: several milliseconds less per request.
-SERVE_ENV := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_DEFAULT_HTTP_HOST= \
+SERVE_ENV := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
              RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0
 
 .PHONY: install serve test test-fast test-e2e lint format clean

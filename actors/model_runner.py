@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from blake3 import blake3
 
@@ -151,7 +152,9 @@ class ModelRunner:
         absent_hashes = {item.mm_hash for item in absent}
         with self._timed("encode"):
             # Packed over all items, as the scheduler's side packed them to send the pixels.
-            for vision_round in pack(patches, self._plan.vision_patches, self._world_size, self._model_config.merge_area):
+            for vision_round in pack(
+                patches, self._plan.vision_patches, self._world_size, self._model_config.merge_area
+            ):
                 rows = torch.full((self._world_size * vision_round.num_rows,), self._scratch_row, dtype=torch.int64)
                 for rank, block in enumerate(vision_round.blocks):
                     for image in block:
@@ -176,7 +179,10 @@ class ModelRunner:
         num_rows = num_patches // self._model_config.merge_area
         if block or rows is None:
             images = [
-                (self._pixels.take(image.mm_hash, self._plan.config.parallel.collective_timeout_s), items[image.mm_hash].grid)
+                (
+                    self._pixels.take(image.mm_hash, self._plan.config.parallel.collective_timeout_s),
+                    items[image.mm_hash].grid,
+                )
                 for image in block
                 if items is not None
             ]
@@ -221,13 +227,16 @@ class ModelRunner:
                 SamplingRow(
                     params=request.sampling,
                     position=len(request.token_ids),
-                    prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
-                    output_token_ids=request.token_ids[request.num_prompt_tokens :],
+                    prompt_token_ids=np.asarray(request.token_ids[: request.num_prompt_tokens], np.int64),
+                    output_token_ids=np.asarray(request.token_ids[request.num_prompt_tokens :], np.int64),
                 )
                 for request in requests
             ]
             tokens = sample(logits[: len(rows)], rows)
-        return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
+        return {
+            request.request_id: TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=token.top)
+            for request, token in zip(requests, tokens, strict=True)
+        }
 
     # Bookkeeping
 

@@ -36,12 +36,15 @@ class RankActor:
 
     def load(self, collectives: str, rendezvous: str) -> dict[str, float]:
         """Join the collectives and read this rank's slice of the weights. Returns seconds and bytes."""
+        import torch
+
         from actors.model_runner import ModelRunner
         from neuron.collectives import create_collectives
         from telemetry.prometheus import Recorder
 
         begin = time.monotonic()
         parallel = self.plan.config.parallel
+        torch.set_num_threads(parallel.threads_per_rank)
         joined = create_collectives(
             collectives, self.rank, parallel.world_size, rendezvous, parallel.collective_timeout_s
         )
@@ -60,7 +63,11 @@ class RankActor:
 
     def handle(self, command: bytes) -> bytes:
         """One command, one answer; what a step raises travels back as its traceback."""
+        import torch
+
         assert self.runner is not None, "handle before load"
+        # torch keeps this per calling thread, and the thread that loads is not the one that steps.
+        torch.set_num_threads(self.plan.config.parallel.threads_per_rank)
         message = self._decoder.decode(command)
         try:
             if isinstance(message, WarmUp):

@@ -72,7 +72,9 @@ class SocketChannel:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 rank = min(waiting.values())
-                raise RankFailure(rank, f"did not answer within {timeout_s:g} s (waiting for {sorted(waiting.values())})")
+                raise RankFailure(
+                    rank, f"did not answer within {timeout_s:g} s (waiting for {sorted(waiting.values())})"
+                )
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[arg-type]
                 answers[rank] = self._receive(rank)

@@ -2,7 +2,7 @@
 
 The scans are the 1,797 real ones of scikit-learn's `load_digits` (8x8 pixels, 16 grey levels), split once and for all
 into 1,437 for training and 360 held out. `strip` draws one to six of them in a row; `conversation` makes a dialogue
-about such images with the expected answers. Everything is a function of the given random generator: one seed, one result.
+about such images with the expected answers. Everything is a function of the given random generator.
 """
 
 from __future__ import annotations
@@ -20,10 +20,21 @@ if TYPE_CHECKING:
 
 MAX_DIGITS = 6
 MAX_IMAGES = 6
-MIN_CELL, MAX_CELL = 32, 160  # pixels, side of the square that one scan is drawn into
+MIN_CELL, MAX_CELL = 32, 96  # pixels, side of the square that one scan is drawn into
 
 # (width, height) in pixels. An image takes (width / 32) x (height / 32) embeddings, after rounding to multiples of 32.
-SMALL_SIZES = ((64, 64), (96, 64), (128, 64), (160, 64), (192, 64), (96, 96), (128, 96), (128, 128), (150, 70), (100, 90))
+SMALL_SIZES = (
+    (64, 64),
+    (96, 64),
+    (128, 64),
+    (160, 64),
+    (192, 64),
+    (96, 96),
+    (128, 96),
+    (128, 128),
+    (150, 70),
+    (100, 90),
+)
 MEDIUM_SIZES = ((224, 64), (256, 64), (256, 96), (192, 128), (224, 128), (224, 224), (320, 96), (256, 160), (200, 100))
 LARGE_SIZES = ((448, 224), (320, 320), (448, 448), (640, 160), (500, 300), (896, 224), (896, 448), (300, 400))
 SIZES = SMALL_SIZES + MEDIUM_SIZES + LARGE_SIZES
@@ -34,12 +45,13 @@ class Style:
     """How scenes are drawn; the default is how they are drawn for measuring.
 
     augment: distort each scan and add noise (for training); dark: share of images with light digits on a dark ground;
-    most: most digits per image.
+    most: most digits per image; jitter: 0 for digits as large as fits and centred, 1 for varied size and place.
     """
 
     augment: bool = False
     dark: float = 0.5
     most: int = MAX_DIGITS
+    jitter: float = 1.0
 
 
 PLAIN = Style()
@@ -78,7 +90,11 @@ ASK_READ_NTH = (
     "What does the {nth} image say?",
     "Read the {nth} image.",
 )
-ASK_DIGIT_NTH = ("Which digit is in the {nth} image?", "What digit is in the {nth} image?", "Name the digit in the {nth} image.")
+ASK_DIGIT_NTH = (
+    "Which digit is in the {nth} image?",
+    "What digit is in the {nth} image?",
+    "Name the digit in the {nth} image.",
+)
 ASK_COUNT_NTH = (
     "How many digits are in the {nth} image?",
     "How many digits does the {nth} image have?",
@@ -87,7 +103,12 @@ ASK_COUNT_NTH = (
 ASK_MORE = ("Which image has more digits?", "Which image has the most digits?", "Which one has more digits?")
 ASK_FEWER = ("Which image has fewer digits?", "Which image has the fewest digits?", "Which one has fewer digits?")
 ASK_SAME_OF_THIS = ("And this one?", "And this image?", "What about this one?", "And now?")
-ASK_SAME_OF_NTH = ("And the {nth} one?", "And the {nth} image?", "What about the {nth} one?", "What about the {nth} image?")
+ASK_SAME_OF_NTH = (
+    "And the {nth} one?",
+    "And the {nth} image?",
+    "What about the {nth} one?",
+    "What about the {nth} image?",
+)
 CHAT = (
     ("Hello!", "Hello! Send me an image of digits."),
     ("Hi!", "Hello! Send me an image of digits."),
@@ -158,18 +179,19 @@ def strip(scans: Sequence[int], size: tuple[int, int], rng: np.random.Generator,
         raise ValueError(f"{len(scans)} digits do not fit into {width}x{height}: 1 to {max_digits(size)} do")
     images, _ = load_scans()
     largest = min(height, width / len(scans), MAX_CELL)
-    cell = max(MIN_CELL, round(largest * rng.uniform(0.65, 1.0)))
-    pitch = min(cell * rng.uniform(0.95, 1.25), (width - cell) / max(1, len(scans) - 1))
-    left = (width - cell - pitch * (len(scans) - 1)) * rng.uniform(0.2, 0.8)
-    top = (height - cell) * rng.uniform(0.25, 0.75)
+    wide = style.jitter
+    cell = max(MIN_CELL, round(largest * rng.uniform(1 - 0.25 * wide, 1.0)))
+    pitch = min(cell * (1 + rng.uniform(-0.05, 0.25) * wide), (width - cell) / max(1, len(scans) - 1))
+    left = (width - cell - pitch * (len(scans) - 1)) * (0.5 + rng.uniform(-0.3, 0.3) * wide)
+    top = (height - cell) * (0.5 + rng.uniform(-0.25, 0.25) * wide)
 
     ink = np.zeros((height, width), np.float32)
     for i, scan in enumerate(scans):
         tile = Image.fromarray(images[scan]).resize((cell, cell), Image.Resampling.BICUBIC)
         if style.augment:
             tile = _distort(tile, rng)
-        x = int(np.clip(left + i * pitch + cell * rng.uniform(-0.04, 0.04), 0, width - cell))
-        y = int(np.clip(top + cell * rng.uniform(-0.06, 0.06), 0, height - cell))
+        x = int(np.clip(left + i * pitch + cell * wide * rng.uniform(-0.04, 0.04), 0, width - cell))
+        y = int(np.clip(top + cell * wide * rng.uniform(-0.06, 0.06), 0, height - cell))
         area = ink[y : y + cell, x : x + cell]
         np.maximum(area, np.asarray(tile, np.float32) / 255, out=area)
 

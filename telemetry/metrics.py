@@ -23,10 +23,14 @@ PREFIX_CACHE_QUERIES = Metric(
 )
 PREFIX_CACHE_HITS = Metric("vllm:prefix_cache_hits", "counter", "Tokens found in matching KV blocks.")
 SCHEDULER_ENCODER_CACHE_QUERIES = Metric(
-    "vllm_neuron:scheduler_encoder_cache_queries", "counter", "Lookups in the scheduler's encoder cache manager, in items."
+    "vllm_neuron:scheduler_encoder_cache_queries",
+    "counter",
+    "Lookups in the scheduler's encoder cache manager, in items.",
 )
 SCHEDULER_ENCODER_CACHE_HITS = Metric(
-    "vllm_neuron:scheduler_encoder_cache_hits", "counter", "Those lookups that found the image encoded already, in items."
+    "vllm_neuron:scheduler_encoder_cache_hits",
+    "counter",
+    "Those lookups that found the image encoded already, in items.",
 )
 ENCODER_CACHE_QUERIES = Metric(
     "vllm:encoder_cache_queries", "counter", "Encoder cache hits and misses, once per request and media item."

@@ -47,9 +47,7 @@ class _Live:
 class Engine:
     """Runs one Scheduler over one gang. `start` begins the loop; `stop` ends it and the gang."""
 
-    def __init__(
-        self, scheduler: Scheduler, gang: Gang, stats: StatsRecorder, check_invariants: bool = False
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, gang: Gang, stats: StatsRecorder, check_invariants: bool = False) -> None:
         self._scheduler = scheduler
         self._gang = gang
         self._stats = stats
@@ -149,11 +147,11 @@ class Engine:
             if self._has_work():
                 time.sleep(0.0005)
             return
-        begin = time.monotonic()
         answer = self._gang.step(output, *self._encoder_work(output))
-        for result in self._scheduler.update_from_output(output, answer.sampled):
+        results = self._scheduler.update_from_output(output, answer.sampled)
+        self._stats.record_step(self._scheduler)
+        for result in results:
             self._deliver(result)
-        self._stats.record_step(self._scheduler, output, time.monotonic() - begin)
         if self._check_invariants:
             self._scheduler.check_integrity()
 
@@ -176,9 +174,7 @@ class Engine:
             self._scheduler.add_request(live.request)
         except RequestError as error:
             live.on_output(
-                EngineOutput(
-                    request_id=request_id, finish_reason="error", error=str(error), error_status=error.status
-                )
+                EngineOutput(request_id=request_id, finish_reason="error", error=str(error), error_status=error.status)
             )
             return
         self._live[request_id] = live

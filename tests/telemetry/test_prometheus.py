@@ -25,7 +25,11 @@ print(os.getpid())
 def test_counters_add_up_and_a_dead_process_loses_its_gauges(tmp_path: Path) -> None:
     environment = os.environ | prometheus.environment(str(tmp_path))
     pids = [
-        int(subprocess.run([sys.executable, "-c", PROCESS], env=environment, cwd=ROOT, capture_output=True, check=True).stdout)
+        int(
+            subprocess.run(
+                [sys.executable, "-c", PROCESS], env=environment, cwd=ROOT, capture_output=True, check=True
+            ).stdout
+        )
         for _ in range(3)
     ]
     render = "import sys; from telemetry.prometheus import *; [forget_process(int(p)) for p in sys.argv[1:]]; print(render()[0].decode())"
@@ -33,7 +37,9 @@ def test_counters_add_up_and_a_dead_process_loses_its_gauges(tmp_path: Path) -> 
     def values(*forget: int) -> dict[str, float]:
         command = [sys.executable, "-c", render, *map(str, forget)]
         text = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=True, text=True).stdout
-        return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+        return {
+            sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
+        }
 
     assert values()["vllm:mm_cache_queries_total"] == 6
     assert values()["vllm_neuron:device_encoder_cache_free_blocks"] == 21

@@ -1,0 +1,141 @@
+"""Runs the engine requests of one client request and gives what they say as deltas of text."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.messages import EngineOutput, EngineRequest, TokenLogprobs
+from deployments.renderer.detokenizer import Detokenizer
+from deployments.renderer.engine_client import EngineClient, EngineUnavailableError
+from deployments.renderer.errors import APIError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One sequence of the answer."""
+
+    index: int
+    request: EngineRequest
+    detokenizer: Detokenizer
+
+
+@dataclass
+class Delta:
+    """What is new of one choice. The first of a choice may be empty: the engine has taken the request."""
+
+    index: int
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    """Of the tokens in `logprobs`: characters of the output before each."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The stop string, or the stop token unless that is the model's own end of sequence."""
+    completion_tokens: int = 0
+    """Of the choice until now, with the token that ended it."""
+    cached_tokens: int = 0
+    """Of the choice's prompt."""
+
+
+async def run(
+    engine: EngineClient, choices: Sequence[Choice], eos_token_ids: Sequence[int]
+) -> AsyncGenerator[Delta, None]:
+    """Deltas of all choices as they come. Closing it, or an error in one choice, aborts every engine request.
+
+    Nothing is read from the engine ahead of who reads here. Raises APIError.
+    """
+    streams = [_run_choice(engine, choice, eos_token_ids) for choice in choices]
+    if len(streams) == 1:
+        try:
+            async for delta in streams[0]:
+                yield delta
+        finally:
+            await close(streams[0])
+        return
+    pending = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                stream = pending.pop(task)
+                try:
+                    delta = task.result()
+                except StopAsyncIteration:
+                    continue
+                pending[asyncio.ensure_future(anext(stream))] = stream
+                yield delta
+    finally:
+        for task in pending:
+            task.cancel()
+        await close(*streams, after=list(pending))
+
+
+async def _run_choice(
+    engine: EngineClient, choice: Choice, eos_token_ids: Sequence[int]
+) -> AsyncGenerator[Delta, None]:
+    outputs = engine.generate(choice.request)
+    first = True
+    try:
+        async for output in outputs:
+            delta = _to_delta(choice, output, eos_token_ids)
+            if first or delta.text or delta.logprobs or delta.finish_reason:
+                yield delta
+            first = False
+            if delta.finish_reason is not None:
+                return
+        raise EngineUnavailableError("the engine ended the request without finishing it")
+    except EngineUnavailableError as error:
+        raise APIError(str(error), status=503, code="engine_unavailable", retry_after=error.retry_after) from error
+    finally:
+        await close(outputs)
+
+
+def _to_delta(choice: Choice, output: EngineOutput, eos_token_ids: Sequence[int]) -> Delta:
+    if output.finish_reason == "error":
+        raise _engine_error(output)
+    detokenizer, delta = choice.detokenizer, Delta(choice.index, cached_tokens=output.num_cached_tokens)
+    for position, token_id in enumerate(output.token_ids):
+        if position < len(output.logprobs):
+            delta.logprobs.append(output.logprobs[position])
+            delta.offsets.append(detokenizer.num_characters)
+        piece = detokenizer.add(token_id)
+        delta.text += piece.text
+        if piece.stop is not None:
+            delta.finish_reason, delta.stop_reason = "stop", piece.stop
+            break
+    delta.completion_tokens = detokenizer.num_tokens
+    if delta.finish_reason is None and output.finish_reason is not None:
+        piece = detokenizer.flush()
+        delta.text += piece.text
+        delta.finish_reason = output.finish_reason if piece.stop is None else "stop"
+        delta.stop_reason = piece.stop
+        if output.stop_token_id is not None:
+            delta.completion_tokens += 1
+            if piece.stop is None and output.stop_token_id not in eos_token_ids:
+                delta.stop_reason = output.stop_token_id
+    return delta
+
+
+def _engine_error(output: EngineOutput) -> APIError:
+    codes = {400: "invalid_value", 429: "engine_full", 503: "engine_unavailable"}
+    status = output.error_status
+    return APIError(output.error or "the engine failed", status=status, code=codes.get(status, "engine_error"))
+
+
+_closing: set["asyncio.Future[None]"] = set()
+
+
+async def close(*iterators: AsyncIterator[Any], after: Sequence["asyncio.Future[Any]"] = ()) -> None:
+    """Close iterators once `after` is done, to the end even where the caller is being cancelled meanwhile."""
+
+    async def close_each() -> None:
+        await asyncio.gather(*after, return_exceptions=True)
+        for iterator in iterators:
+            if (aclose := getattr(iterator, "aclose", None)) is not None:
+                await aclose()
+
+    task = asyncio.ensure_future(close_each())
+    _closing.add(task)  # asyncio itself holds tasks weakly
+    task.add_done_callback(_closing.discard)
+    await asyncio.shield(task)

@@ -1,0 +1,220 @@
+"""The HTTP routes: bodies in, answers or OpenAI-shaped errors out. No logic of a request lives here."""
+
+import asyncio
+import importlib.metadata
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from configs.engine import EngineConfig
+from deployments.renderer import protocol, responses
+from deployments.renderer.disconnect import EventStream, while_connected
+from deployments.renderer.engine_client import EngineUnavailableError
+from deployments.renderer.errors import APIError
+from deployments.renderer.serving import Renderer
+from deployments.renderer.validation import parse_body
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=protocol.Body)
+
+PARSE_INLINE_BYTES = 1024**2
+"""A larger body is parsed in a worker thread."""
+
+
+def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable[[], tuple[bytes, str]]) -> FastAPI:
+    """The application. `render_metrics` gives the body of /metrics and its content type; it runs in a worker thread."""
+    api = FastAPI(title="trn-vision-serve", version=_version(), docs_url=None, redoc_url=None)
+    _add_error_handlers(api)
+
+    async def parsed(request: Request, model: type[B]) -> B:
+        content = await _read_body(request, config.server.max_body_bytes)
+        if len(content) < PARSE_INLINE_BYTES:
+            return parse_body(model, content)
+        return await asyncio.to_thread(parse_body, model, content)
+
+    @api.post("/v1/chat/completions", openapi_extra=_takes(protocol.ChatCompletionRequest))
+    async def chat_completions(request: Request) -> Response:
+        body = await parsed(request, protocol.ChatCompletionRequest)
+        return await while_connected(request, _respond(renderer.chat(body, _trace_context(request))))
+
+    @api.post("/v1/completions", openapi_extra=_takes(protocol.CompletionRequest))
+    async def completions(request: Request) -> Response:
+        body = await parsed(request, protocol.CompletionRequest)
+        return await while_connected(request, _respond(renderer.complete(body, _trace_context(request))))
+
+    @api.post("/tokenize", openapi_extra=_takes(protocol.TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        return _json(await renderer.tokenize(await parsed(request, protocol.TokenizeRequest)))
+
+    @api.post("/detokenize", openapi_extra=_takes(protocol.DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        return _json(await renderer.detokenize(await parsed(request, protocol.DetokenizeRequest)))
+
+    @api.get("/v1/models")
+    async def models() -> Response:
+        return _json(renderer.models())
+
+    @api.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        renderer.check_model(name)
+        return _json(renderer.models().data[0])
+
+    @api.get("/health")
+    async def health() -> Response:
+        if not await renderer.engine.health():
+            raise APIError("the engine is not ready", status=503, code="engine_unavailable")
+        return Response()
+
+    @api.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": _version()}
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        content, content_type = await asyncio.to_thread(render_metrics)
+        return Response(content, headers={"Content-Type": content_type})
+
+    _add_reset_routes(api, renderer, config.server.development_mode)
+    api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
+    return api
+
+
+def _add_reset_routes(api: FastAPI, renderer: Renderer, development_mode: bool) -> None:
+    def check() -> None:
+        if not development_mode:
+            raise APIError(
+                "caches are reset only in development mode: set server.development_mode to true",
+                status=403,
+                code="development_mode_off",
+            )
+
+    @api.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        check()
+        await renderer.engine.reset_prefix_cache()
+        return Response()
+
+    @api.post("/reset_mm_cache")
+    async def reset_mm_cache() -> Response:
+        check()
+        renderer.processor_cache.reset()
+        return Response()
+
+    @api.post("/reset_encoder_cache")
+    async def reset_encoder_cache() -> Response:
+        check()
+        await renderer.engine.reset_encoder_cache()
+        return Response()
+
+
+def _add_error_handlers(api: FastAPI) -> None:
+    @api.exception_handler(APIError)
+    async def on_api_error(_: Request, error: APIError) -> Response:
+        return _error(error)
+
+    @api.exception_handler(EngineUnavailableError)
+    async def on_unavailable(_: Request, error: EngineUnavailableError) -> Response:
+        return _error(APIError(str(error), status=503, code="engine_unavailable", retry_after=error.retry_after))
+
+    @api.exception_handler(HTTPException)
+    async def on_http_exception(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 404:
+            message, code = f"{request.url.path}: no such route", "unknown_url"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message, code = f"{request.method} {request.url.path}: expected {allowed}", "method_not_allowed"
+        else:
+            message, code = str(error.detail), "bad_request"
+        response = _error(APIError(message[:500], status=error.status_code, code=code))
+        response.headers.update(error.headers or {})
+        return response
+
+    @api.exception_handler(ClientDisconnect)
+    async def on_disconnect(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @api.exception_handler(Exception)
+    async def on_exception(request: Request, error: Exception) -> Response:
+        return _error(APIError("the server failed; the request may be sent again", status=500, code="internal_error"))
+
+
+async def _respond(answer: Coroutine[Any, Any, responses.Response | AsyncGenerator[bytes, None]]) -> Response:
+    """The answer as a response. A stream's first event is awaited here, so that an early error gets its HTTP status."""
+    result = await answer
+    if isinstance(result, responses.Response):
+        return _json(result)
+    return EventStream(await anext(result), result)
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The body. Raises APIError (413) beyond `limit` bytes, at once where the client announces them."""
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > limit:
+        raise _body_too_large(limit)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise _body_too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _body_too_large(limit: int) -> APIError:
+    return APIError(
+        f"the body is too large: at most {limit:,} bytes are accepted (server.max_body_bytes)",
+        status=413,
+        code="body_too_large",
+    )
+
+
+def _trace_context(request: Request) -> dict[str, str]:
+    """The W3C headers that the client sent."""
+    return {name: request.headers[name][:512] for name in ("traceparent", "tracestate") if name in request.headers}
+
+
+def _json(body: responses.Response) -> Response:
+    return Response(body.to_json(), media_type="application/json")
+
+
+def _error(error: APIError) -> Response:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("trn-vision-serve")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "0+unknown"
+
+
+def _takes(model: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI's description of a body that the route parses itself."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _openapi(api: FastAPI) -> dict[str, Any]:
+    if api.openapi_schema is None:
+        document = get_openapi(title=api.title, version=api.version, routes=api.routes)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for model in (
+            protocol.ChatCompletionRequest,
+            protocol.CompletionRequest,
+            protocol.TokenizeRequest,
+            protocol.DetokenizeRequest,
+        ):
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            schemas[model.__name__] = schema
+        api.openapi_schema = document
+    return api.openapi_schema

@@ -1,0 +1,105 @@
+"""The graphs of Qwen3-VL: encode, exchange and write, prefill, decode. Implements `interface.Model`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from neuron.kv_blocks import KVBlocks
+from neuron.models.interface import DecodeInputs, ImageInputs, PrefillInputs, VisionBlock
+from neuron.models.qwen3_vl.config import Qwen3VLConfig
+from neuron.models.qwen3_vl.text import TextModel
+from neuron.models.qwen3_vl.vision import VisionTower
+from neuron.models.qwen3_vl.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from neuron.collectives import Collectives
+
+
+class Qwen3VL(nn.Module):
+    """One rank's part of the model. All weights are buffers: nothing here is trained.
+
+    NaN in padding, in scratch or in blocks that nobody owns never reaches a real row: such slots are not read at all
+    (their reads are sent to a slot that the step has just written), and such rows are replaced with torch.where.
+    """
+
+    def __init__(self, config: Qwen3VLConfig, checkpoint: Checkpoint, collectives: Collectives) -> None:
+        super().__init__()
+        self.config = config
+        self.collectives = collectives
+        self.vision = VisionTower(config.vision, checkpoint)
+        self.text = TextModel(config, checkpoint, collectives)
+
+    @classmethod
+    def load(
+        cls, folder: Path, collectives: Collectives, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Qwen3VL:
+        """Read this rank's slice of the checkpoint. Raises CheckpointError."""
+        config = Qwen3VLConfig.from_folder(folder)
+        config.validate(collectives.world_size)
+        with Checkpoint(folder, dtype) as checkpoint:
+            return cls(config, checkpoint, collectives).to(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's weights."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def encode(self, block: VisionBlock[Tensor]) -> Tensor:
+        """Embeddings [P / merge_area, fat_dim] of the images in one attention block."""
+        return self.vision(block)
+
+    def write_embeddings(self, embeddings: Tensor, encoder_cache: Tensor, rows: Tensor) -> None:
+        """Exchange a round's embeddings [E, fat_dim] so that each rank has its columns of all, and store these.
+
+        encoder_cache [rows, fat_dim / world]; rows [world * E]: where rank 0's embeddings go, then rank 1's.
+        """
+        count, world = embeddings.shape[0], self.collectives.world_size
+        by_rank = embeddings.view(count, world, -1).transpose(0, 1)
+        columns = self.collectives.all_to_all(by_rank.contiguous()).reshape(world * count, -1)
+        encoder_cache.index_copy_(0, rows, columns)
+
+    def prefill(self, kv: KVBlocks, inputs: PrefillInputs, images: ImageInputs | None = None) -> Tensor:
+        """Compute chunks of prompts: writes their KV, returns logits [S, vocab] float32."""
+        x = self.text.embedding(inputs.token_ids)
+        deepstack: tuple[Tensor, ...] = ()
+        if images is not None:
+            columns = images.encoder_cache.index_select(0, images.embed_rows)
+            rows = self.collectives.all_gather(columns, dim=-1)
+            is_image = images.is_image[:, None]
+            main, *levels = rows.split(self.text.hidden_size, dim=-1)
+            x = torch.where(is_image, main, x)
+            deepstack = tuple(torch.where(is_image, level, 0.0) for level in levels)
+        visible = (inputs.query_seq[:, None] == inputs.context_seq) & (inputs.query_pos[:, None] >= inputs.context_pos)
+        read_slots = torch.where(inputs.context_seq >= 0, inputs.context_slots, inputs.slot_mapping[:1])
+        x = self.text(
+            x,
+            inputs.rope_positions,
+            kv,
+            inputs.slot_mapping,
+            read_slots,
+            _additive(visible, x.dtype),
+            decode=False,
+            deepstack=deepstack,
+        )
+        return self.text.logits(x.index_select(0, inputs.logits_index))
+
+    def decode(self, kv: KVBlocks, inputs: DecodeInputs) -> Tensor:
+        """Compute one token of each sequence: writes its KV, returns logits [S, vocab] float32."""
+        x = self.text.embedding(inputs.token_ids)
+        offsets = torch.arange(kv.block_size, device=x.device)
+        slots = (inputs.block_tables[:, :, None] * kv.block_size + offsets).flatten(1)  # [S, L]
+        valid = torch.arange(slots.shape[1], device=x.device) < inputs.context_lens[:, None]
+        read_slots = torch.where(valid, slots, inputs.slot_mapping[:, None]).flatten()
+        mask = _additive(valid, x.dtype)[:, None, None]
+        return self.text.logits(
+            self.text(x, inputs.rope_positions, kv, inputs.slot_mapping, read_slots, mask, decode=True)
+        )
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, else the lowest finite value: a row that sees nothing stays finite too."""
+    return torch.zeros((), dtype=dtype, device=visible.device).masked_fill(~visible, torch.finfo(dtype).min)

@@ -1,0 +1,122 @@
+"""A gang of real rank actors on a local Ray: both step channels, a killed rank, and a diverging one."""
+
+import os
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ray
+
+from actors.messages import MMItem, NewRequest, SamplingParams, SchedulerOutput
+from actors.plan import EnginePlan, make_plan
+from actors.rank_group import RankGroup
+from actors.step_channel import RankFailure
+from configs.engine import parse_config
+
+ITEM = MMItem(mm_hash="image", offset=2, length=4, num_embeddings=4, grid=(1, 4, 4))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def plan(channel: str, collectives: str) -> EnginePlan:
+    return make_plan(
+        parse_config(
+            {
+                "model": {"max_model_len": 256},
+                "parallel": {"world_size": 2, "device": "cpu", "step_channel": channel, "collectives": collectives},
+                "kv_cache": {"num_blocks": 64},
+                "encoder_cache": {"num_blocks": 8},
+                "scheduler": {"max_num_seqs": 2, "max_num_batched_tokens": 32},
+                "buckets": {"vision_patches": [64, 1664]},
+                "debug": {"rank_digest": True},
+            }
+        )
+    )
+
+
+def started(channel: str, collectives: str) -> tuple[RankGroup, list[tuple[str, int, int]]]:
+    reported: list[tuple[str, int, int]] = []
+    group = RankGroup(plan(channel, collectives), lambda *report: reported.append(report[:3]))
+    group.start()
+    return group, reported
+
+
+def prefill(step_id: int) -> SchedulerOutput:
+    """A prompt of one image between text, computed whole."""
+    new = NewRequest(
+        request_id=f"r{step_id}",
+        token_ids=(5, 508, 510, 510, 510, 510, 509, 6),
+        num_prompt_tokens=8,
+        num_computed_tokens=0,
+        block_ids=(step_id,),
+        sampling=SamplingParams(max_tokens=4, temperature=0, logprobs=2),
+        mm_items=(ITEM,),
+    )
+    encode = {new.request_id: (0,)} if step_id == 1 else {}
+    return SchedulerOutput(
+        step_id=step_id,
+        clock=float(step_id),
+        phase="prefill",
+        new_requests=(new,),
+        num_scheduled_tokens={new.request_id: 8},
+        scheduled_encoder_inputs=encode,
+    )
+
+
+def run(group: RankGroup, step_id: int) -> tuple[int, float]:
+    """Run the step; its token and log probability."""
+    step = prefill(step_id)
+    pixels = np.random.default_rng(1).standard_normal((16, 1536), dtype=np.float32)
+    items = [("image", 16)] if step.scheduled_encoder_inputs else []
+    output = group.step(step, {"image": ray.put(pixels)}, items)
+    token = output.sampled[f"r{step_id}"]
+    assert output.occupancy is not None
+    assert output.occupancy.active_real_tokens == 4
+    return token.token_id, token.logprob
+
+
+def test_both_channels_give_the_same_and_a_dead_gang_starts_anew() -> None:
+    group, reported = started("socket", "shared_memory")
+    buckets = len(group.plan.bucket_names())
+    assert reported[1::2][:1] == [("placed", 2, 2)]
+    assert reported[-1] == ("warmed", buckets, buckets)
+    first = run(group, 1)
+    assert run(group, 2) == first  # from the encoder cache now
+    os.kill(group._pids[1], signal.SIGKILL)
+    with pytest.raises(RankFailure) as raised:
+        for step_id in range(3, 6):
+            run(group, step_id)
+    assert raised.value.rank in (0, 1)
+    group.restart()
+    assert run(group, 1) == first
+    group.shutdown()
+
+    by_calls, _ = started("actor_call", "gloo")
+    token, logprob = run(by_calls, 1)
+    assert token == first[0]
+    assert logprob == pytest.approx(first[1], abs=1e-4)
+    by_calls.shutdown()
+
+
+def test_a_rank_that_differs_is_named() -> None:
+    group, _ = started("socket", "shared_memory")
+    exchange = group._channel.exchange
+
+    def tampered(command: bytes, timeout_s: float) -> list[bytes]:
+        answers = exchange(command, timeout_s)
+        output = group._decoder.decode(answers[1])
+        wrong = SimpleNamespace(**{name: getattr(output, name) for name in output.__struct_fields__})
+        wrong.digest = "other"
+        return [answers[0], group._encoder.encode(vars(wrong))]
+
+    group._channel.exchange = tampered
+    with pytest.raises(RankFailure, match="rank 1 differs from rank 0 after step 1"):
+        run(group, 1)
+    group.shutdown()

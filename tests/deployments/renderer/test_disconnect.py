@@ -1,0 +1,74 @@
+"""A client that leaves takes its engine requests along, whatever they were doing."""
+
+import time
+
+import httpx
+import pytest
+
+from deployments.renderer.tokenizer import PromptTokenizer
+from tests.deployments.renderer.conftest import Served
+from tests.deployments.renderer.fake_engine import tokens
+
+BODY = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+def wait_for_aborts(served: Served, count: int) -> None:
+    deadline = time.monotonic() + 5
+    while len(served.engine.aborted) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(served.engine.aborted) == count
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_while_the_engine_has_not_begun(served: Served, n, stream):
+    served.engine.script = lambda request: [60.0]
+    with pytest.raises(httpx.ReadTimeout), served.http as http:
+        http.post("/v1/chat/completions", json={**BODY, "n": n, "stream": stream}, timeout=0.5)
+    wait_for_aborts(served, n)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_between_tokens(served: Served, tokenizer: PromptTokenizer, n):
+    (token,) = tokenizer.encode("a")
+    served.engine.script = lambda request: [tokens(request, token), 60.0]
+    with (
+        served.http as http,
+        http.stream("POST", "/v1/chat/completions", json={**BODY, "n": n, "stream": True}) as response,
+    ):
+        for line in response.iter_lines():
+            if '"content":"a"' in line:
+                break
+    wait_for_aborts(served, n)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_while_tokens_pour(served: Served, tokenizer: PromptTokenizer, n):
+    (token,) = tokenizer.encode("a")
+    served.engine.script = lambda request: [step for _ in range(100_000) for step in (tokens(request, token), 0.001)]
+    with (
+        served.http as http,
+        http.stream("POST", "/v1/chat/completions", json={**BODY, "n": n, "stream": True}) as response,
+    ):
+        next(response.iter_lines())
+    wait_for_aborts(served, n)
+
+
+def test_a_client_that_does_not_read_is_not_read_ahead_for(served: Served, tokenizer: PromptTokenizer):
+    """What waits for a slow client is bounded by the buffers of its connection."""
+    (token,) = tokenizer.encode("a")
+    given = []
+
+    def script(request):
+        for index in range(200_000):
+            given.append(index)
+            yield tokens(request, token)
+
+    served.engine.script = script
+    with served.http as http, http.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}):
+        time.sleep(0.5)
+        before = len(given)
+        time.sleep(0.5)
+        assert len(given) < 200_000
+        assert len(given) - before < 1000 or before == 0
+    wait_for_aborts(served, 1)

@@ -1,0 +1,206 @@
+"""The graphs against transformers in float32: logits within 1e-3, 64 greedy tokens identical, at 1, 4 and 16 ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.neuron.models.gang import Gang, Image, Sequence_
+from tests.neuron.models.reference import DEMO, Reference, make_checkpoint, make_image
+
+TOKENS = 64
+TOLERANCE = 1e-3
+WORLDS = (1, 4, 16)
+CHECKPOINTS = ("random", "two-kv-heads-untied", "demo")
+
+
+class Case:
+    """A checkpoint, prompts for it, and what transformers answers."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.reference = Reference(folder)
+        config = self.reference.config
+        self.special = {
+            "image": config.image_token_id,
+            "start": config.vision_start_token_id,
+            "end": config.vision_end_token_id,
+        }
+        self.text_vocab = min(config.text_config.vocab_size, config.vision_start_token_id, config.vision_end_token_id)
+        vision = config.vision_config
+        self.patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.answer = functools.cache(self._answer)
+        self.prompts = {name: self._prompt(seed, parts) for seed, (name, parts) in enumerate(PROMPTS.items())}
+
+    def _prompt(self, seed: int, parts: Sequence[int | tuple[int, int]]) -> tuple[list[int], list[tuple[int, Image]]]:
+        """Tokens, and images with their offsets. A part: so many text tokens, or an image of h x w patches."""
+        # Prompts share their random text and images, so that one may be another's prefix.
+        rng = np.random.default_rng(0)
+        tokens: list[int] = []
+        images: list[tuple[int, Image]] = []
+        for part in parts:
+            if isinstance(part, int):
+                tokens += rng.integers(0, self.text_vocab - 20, part).tolist() if part > 0 else [seed] * -part
+                continue
+            h, w = part
+            tokens.append(self.special["start"])
+            images.append((len(tokens), make_image(f"{h}x{w}", h, w, self.patch_dim, seed=h * 100 + w)))
+            tokens += [self.special["image"]] * (h * w // 4) + [self.special["end"]]
+        return tokens, images
+
+    def sequence(self, name: str) -> Sequence_:
+        tokens, images = self.prompts[name]
+        return Sequence_(list(tokens), list(images))
+
+    def _answer(self, name: str) -> tuple[list[int], torch.Tensor]:
+        tokens, images = self.prompts[name]
+        return self.reference.greedy(tokens, [image for _, image in images], TOKENS)
+
+
+PROMPTS: dict[str, tuple[int | tuple[int, int], ...]] = {
+    "text": (37,),
+    "image": (9, (8, 12), 6),
+    "six": (3, (2, 2), (4, 6), 5, (8, 4), (6, 6), (2, 10), 2, (12, 8), 11),
+    "large": (20, (16, 16), 7),
+    "large-other-question": (20, (16, 16), -3, 7),  # a prefix of `large`, up to behind the image
+}
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    if request.param == "demo":
+        if not (DEMO / "model.safetensors").exists():
+            pytest.skip("the demo checkpoint is not trained yet")
+        return Case(DEMO)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    if request.param == "random":
+        return Case(make_checkpoint(folder, seed=1))
+    return Case(make_checkpoint(folder, kv_heads=2, tied=False, shard_size="200KB", seed=2))
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def gang(request: pytest.FixtureRequest, case: Case) -> Iterator[Gang]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = Gang(case.folder, request.param)
+    yield made
+    made.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def fresh(request: pytest.FixtureRequest) -> None:
+    """Every test starts with all KV blocks free and no image cached."""
+    if "gang" in request.fixturenames:
+        made: Gang = request.getfixturevalue("gang")
+        made.free_blocks = list(range(made.NUM_BLOCKS - 1))
+        made.image_rows, made.next_row = {}, 0
+
+
+def check_prompt(case: Case, name: str, logits: Sequence[torch.Tensor], first: int = 0) -> None:
+    """logits: of the chunks of the prompt, from token `first` on."""
+    expected = case.answer(name)[1][first : len(case.prompts[name][0])]
+    torch.testing.assert_close(torch.cat(list(logits)), expected, atol=TOLERANCE, rtol=0)
+
+
+def check_decode(case: Case, gang: Gang, names: Sequence[str], seqs: Sequence[Sequence_], last: Sequence) -> None:
+    """Generate greedily, all sequences in each step; last: the logits of each prompt's last token."""
+    tokens = [int(logits.argmax()) for logits in last]
+    for seq, token in zip(seqs, tokens, strict=True):
+        seq.tokens.append(token)
+    for step in range(1, TOKENS):
+        logits = gang.decode(seqs, seqs_bucket=8, blocks_bucket=16)
+        for name, seq, row in zip(names, seqs, logits, strict=True):
+            prompt = len(case.prompts[name][0])
+            torch.testing.assert_close(row, case.answer(name)[1][prompt + step - 1], atol=TOLERANCE, rtol=0)
+            seq.tokens.append(int(row.argmax()))
+    for name, seq in zip(names, seqs, strict=True):
+        assert seq.tokens[len(case.prompts[name][0]) :] == case.answer(name)[0], name
+
+
+@pytest.mark.parametrize("name", ["text", "image", "six"])
+def test_prompt_alone(case: Case, gang: Gang, name: str) -> None:
+    seq = case.sequence(name)
+    gang.encode([image for _, image in seq.images])
+    (logits,) = gang.prefill([(seq, len(seq.tokens))], 128, 128)
+    check_prompt(case, name, [logits])
+    check_decode(case, gang, [name], [seq], [logits[-1]])
+
+
+def test_image_cut_by_chunks(case: Case, gang: Gang) -> None:
+    seq = case.sequence("large")
+    gang.encode([image for _, image in seq.images])
+    chunks = [30, 13, 24, len(seq.tokens) - 67]
+    logits = [gang.prefill([(seq, count)], 32, 128)[0] for count in chunks]
+    check_prompt(case, "large", logits)
+    check_decode(case, gang, ["large"], [seq], [logits[-1][-1]])
+
+
+def test_prefix_hit_inside_an_image(case: Case, gang: Gang) -> None:
+    earlier = case.sequence("large")
+    gang.encode([image for _, image in earlier.images])
+    gang.prefill([(earlier, len(earlier.tokens))], 128, 128)
+    seq = case.sequence("large-other-question")
+    seq.blocks, seq.computed = earlier.blocks[:3], 3 * gang.BLOCK  # the image lies at tokens 21 to 84
+    assert seq.tokens[: seq.computed] == earlier.tokens[: seq.computed]
+    (logits,) = gang.prefill([(seq, len(seq.tokens) - seq.computed)], 64, 128)
+    check_prompt(case, "large-other-question", [logits], first=3 * gang.BLOCK)
+    check_decode(case, gang, ["large-other-question"], [seq], [logits[-1]])
+
+
+def test_everything_mixed(case: Case, gang: Gang) -> None:
+    """All prompts in shared prefill steps, with cut images and a prefix hit, then in one decode batch."""
+    play_mixed(case, gang)
+
+
+def play_mixed(case: Case, gang: Gang) -> None:
+    seqs = {name: case.sequence(name) for name in PROMPTS}
+    text, image, six, large, other = seqs.values()
+    logits: dict[str, list[torch.Tensor]] = {name: [] for name in PROMPTS}
+
+    def step(*chunks: tuple[str, int], context: int = 384) -> None:
+        results = gang.prefill([(seqs[name], count) for name, count in chunks], 128, context)
+        for (name, _), result in zip(chunks, results, strict=True):
+            logits[name].append(result)
+
+    gang.encode([i for _, i in large.images])
+    step(("large", 50), ("text", 10))
+    gang.encode([i for seq in (six, image) for _, i in seq.images])
+    step(("six", 33), ("large", 20), ("image", len(image.tokens)), ("text", 5))
+    other.blocks, other.computed = large.blocks[:4], 4 * gang.BLOCK
+    step(
+        ("text", len(text.tokens) - text.computed),
+        ("large-other-question", len(other.tokens) - other.computed),
+        ("large", len(large.tokens) - large.computed),
+        ("six", 8),
+    )
+    step(("six", len(six.tokens) - six.computed), context=256)
+    for name in PROMPTS:
+        check_prompt(case, name, logits[name], first=4 * gang.BLOCK if name == "large-other-question" else 0)
+    check_decode(case, gang, list(seqs), list(seqs.values()), [logits[name][-1][-1] for name in seqs])
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_nan_in_padding_reaches_no_output(case: Case, world_size: int) -> None:
+    gang = Gang(case.folder, world_size, poison=True)
+    try:
+        play_mixed(case, gang)
+    finally:
+        gang.close()
+
+
+def test_embeddings(case: Case) -> None:
+    """Two images packed in one block, with padding, each as transformers encodes it alone."""
+    gang = Gang(case.folder, 1)
+    images = [image for name in ("image", "large") for _, image in case.prompts[name][1]]
+    gang.encode(images)
+    for image in images:
+        start = gang.image_rows[image.name]
+        expected = case.reference.embeddings(image)
+        torch.testing.assert_close(gang.caches[0][start : start + expected.shape[0]], expected, atol=1e-4, rtol=1e-4)
+    gang.close()

@@ -1,0 +1,142 @@
+"""The wrong-answer oracle.
+
+Several hundred random conversations about digits, many at a time under tiny caches, so that images are evicted,
+requests preempted and prefixes hit all the while; against the same conversations one request at a time with every
+cache off. The answers must be identical.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pytest
+
+from configs import digits
+from configs.engine import EngineConfig, parse_config
+from deployments.renderer.checkpoint import load_checkpoint
+from deployments.renderer.routes import build_api
+from deployments.renderer.serving import Renderer
+from tests.support.local_stack import LocalEngineClient, start_engine
+
+SIZES = ((64, 64), (96, 64), (128, 64), (128, 128), (224, 224), (256, 64))
+NUM_CONVERSATIONS = 240
+CONCURRENCY = 12
+
+TINY = {
+    "model": {"max_model_len": 768},
+    "parallel": {"world_size": 1, "threads_per_rank": 2, "device": "cpu"},
+    "kv_cache": {"num_blocks": 56},
+    "encoder_cache": {"block_size": 16, "num_blocks": 11, "min_hold_time_ms": 2},
+    "processor_cache": {"max_bytes": 4_000_000},
+    "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_encoder_embeddings_per_step": 64},
+}
+ALONE = {
+    "model": {"max_model_len": 768},
+    "parallel": {"world_size": 1, "threads_per_rank": 2, "device": "cpu"},
+    "kv_cache": {"num_blocks": 256, "enable_prefix_caching": False},
+    "processor_cache": {"max_bytes": 0},
+    "scheduler": {"max_num_batched_tokens": 1024},
+}
+
+
+def conversations() -> list[digits.Conversation]:
+    """Seeded; drawn from few images, so that different conversations share them."""
+    rng = np.random.default_rng(5)
+    made = [digits.conversation(rng, sizes=SIZES, max_images=3) for _ in range(NUM_CONVERSATIONS)]
+    pool = [scene for conversation in made[:12] for turn in conversation.turns for scene in turn.scenes]
+    for conversation in made[12:]:
+        for turn in conversation.turns:
+            turn.scenes = [pool[int(rng.integers(len(pool)))] if rng.random() < 0.7 else s for s in turn.scenes]
+    return made
+
+
+class Stack:
+    """Renderer, engine and one rank in this process, spoken to over HTTP's own interface (ASGI)."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine, self.gang, self.scheduler = start_engine(config)
+        self.counts = {"preemptions": 0, "prefix_hits": 0, "encoder_hits": 0}
+        inner = self.scheduler.take_stats
+
+        def counted():
+            stats = inner()
+            self.counts["preemptions"] += stats.num_preemptions
+            self.counts["prefix_hits"] += stats.prefix_hits
+            self.counts["encoder_hits"] += stats.encoder.hits
+            return stats
+
+        self.scheduler.take_stats = counted
+        nothing = SimpleNamespace(inc=lambda amount=1: None)
+        counters = SimpleNamespace(mm_cache_queries=nothing, mm_cache_hits=nothing)
+        self.renderer = Renderer(config, load_checkpoint(config), LocalEngineClient(self.engine), counters)
+        transport = httpx.ASGITransport(build_api(self.renderer, config, lambda: (b"", "text/plain")))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://stack", timeout=300)
+
+    async def answer(self, messages: list[dict]) -> str:
+        body = {"model": "digits-vl", "messages": messages, "temperature": 0, "max_tokens": 24}
+        response = await self.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["message"]["content"]
+
+    def close(self) -> None:
+        self.renderer.close()
+        self.engine.stop()
+
+
+async def hold(conversation: digits.Conversation, ask: Callable[[list[dict]], Awaitable[str]]) -> list[str]:
+    """Every answer of a conversation, each turn seeing the answers before it."""
+    answers: list[str] = []
+    for turn in range(len(conversation.turns)):
+        answers.append(await ask(conversation.messages(turn, answers)))
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_answer_depends_on_caches_or_company() -> None:
+    made = conversations()
+    together = Stack(parse_config(TINY))
+    evicted = 0
+    free = together.gang.runner.encoder_cache.free
+
+    def counting_free(mm_hash: str, now: float) -> int:
+        nonlocal evicted
+        blocks = free(mm_hash, now)
+        evicted += blocks
+        return blocks
+
+    together.gang.runner.encoder_cache.free = counting_free
+
+    async def run_together() -> list[list[str]]:
+        gate = asyncio.Semaphore(CONCURRENCY)
+
+        async def one(conversation: digits.Conversation) -> list[str]:
+            async with gate:
+                return await hold(conversation, together.answer)
+
+        return await asyncio.gather(*map(one, made))
+
+    got = asyncio.run(run_together())
+    together.close()
+    assert evicted > 100
+    assert together.counts["preemptions"] > 10
+    assert together.counts["prefix_hits"] > 1000
+    assert together.counts["encoder_hits"] > 100
+
+    alone = Stack(parse_config(ALONE))
+
+    async def ask_alone(messages: list[dict]) -> str:
+        answer = await alone.answer(messages)
+        await alone.renderer.engine.reset_encoder_cache()
+        return answer
+
+    async def run_alone() -> list[list[str]]:
+        return [await hold(conversation, ask_alone) for conversation in made]
+
+    expected = asyncio.run(run_alone())
+    alone.close()
+    assert alone.counts["prefix_hits"] == 0
+    wrong = [index for index, answers in enumerate(got) if answers != expected[index]]
+    assert not wrong, [(index, got[index], expected[index]) for index in wrong[:3]]
