@@ -92,8 +92,8 @@ def make_plan(config: EngineConfig, neuron_cores: int = 0) -> EnginePlan:
         dtype=dtype,
         max_image_patches=max_image_patches,
         merge_area=model_config.merge_area,
-        prefill_tokens=buckets.prefill_tokens or _ladder(32, config.scheduler.max_num_batched_tokens, factor=2),
-        decode_seqs=buckets.decode_seqs or _ladder(1, config.scheduler.max_num_seqs, factor=2),
+        prefill_tokens=buckets.prefill_tokens or _ladder(32, config.scheduler.max_num_batched_tokens, factor=4),
+        decode_seqs=buckets.decode_seqs or _ladder(1, config.scheduler.max_num_seqs, factor=4),
         context_tokens=buckets.context_tokens or context,
         vision_patches=buckets.vision_patches or _ladder(64, _round_up(max_image_patches, 128), factor=4),
     )

@@ -70,6 +70,7 @@ class Request:
         self.known_to_ranks = False
         self.num_tokens_sent = 0
         self.num_blocks_sent = 0
+        """Of `token_ids` and `block_ids`; meaningful while the ranks know it."""
 
         # Over the request's whole life: nothing of it is counted or told twice.
         self.block_hashes: list[bytes] = []
@@ -117,7 +118,6 @@ class Request:
         self.next_item = self.first_open_item = 0
         self.encoder_refs = {}
         self.known_to_ranks = False
-        self.num_tokens_sent = self.num_blocks_sent = 0
 
     def length_reached(self) -> bool:
         """Whether the output is as long as it may be."""

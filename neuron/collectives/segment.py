@@ -10,7 +10,8 @@ Layout, in bytes; int64 words except the tensors:
     ...   arrivals[world_size]   sequence number << 16 | signature of the rank's last meeting
     ...   slots[2][world_size][slot_bytes], results[2][slot_bytes]
 
-Each word has one writer, except generation and sleepers, where all writers of a moment write the same value.
+Each word has one writer, except generation, where all writers of a moment write the same value, and sleepers, which may
+fall back by one.
 """
 
 import contextlib

@@ -36,7 +36,8 @@ _SLEEP_S = 0.01
 """The longest sleep between two looks at the peers."""
 _SPINS = 200
 """Looks at the generation, each after a sched_yield, before a rank sleeps, where every rank has a core of its own."""
-_MAX_PLANS = 512
+_MAX_VIEWS = 512
+"""Shapes whose views are kept."""
 _TOTAL_STORE_ORDER = platform.machine() in ("x86_64", "AMD64")
 _IN_FLOAT32 = (torch.bfloat16, torch.float16)
 """Summed in float32 and rounded once."""
@@ -229,7 +230,7 @@ class SharedMemoryCollectives:
 
     def _make_views(self, operation: str, x: Tensor) -> _Views:
         assert self._segment is not None
-        if len(self._views) >= _MAX_PLANS:
+        if len(self._views) >= _MAX_VIEWS:
             self._views.clear()
         views = _Views(self._segment, operation, x.shape, x.dtype)
         self._views[operation, x.shape, x.dtype] = views
@@ -244,7 +245,8 @@ class SharedMemoryCollectives:
         except CollectiveError:
             raise
         except BaseException as error:  # An interrupted rank is out of step: neither it nor its peers may go on.
-            self._fail(operation, f"interrupted by {error!r}", [])
+            self._break(CollectiveError(operation, f"interrupted by {error!r}"))
+            raise
 
     def _arrive_and_wait(self, operation: str, signature: int) -> None:
         segment = self._segment
@@ -257,30 +259,37 @@ class SharedMemoryCollectives:
             self._fence()
         arrivals[self.rank] = arrival
         self._fence()
-        for peer in self._peers:
-            other = arrivals[peer]
-            if other != arrival and other >> 16 <= sequence:
-                if other >> 16 == sequence:
-                    self._fail(operation, f"rank {peer} called something else, or on another shape or dtype", [])
-                break
-        else:
-            if not _TOTAL_STORE_ORDER:
-                self._fence()
-            # Several ranks may find that all have arrived. None is late with this store: it would have to arrive at
-            # the next meeting first, before which nobody stores a higher number.
-            generation[0] = sequence
-            self._fence()
-            if segment.sleepers[0] == sequence:
-                self._futex.wake_all()
+        if self._publish_if_all_arrived(sequence, operation, segment):
             return
         for _ in range(self._spins):
             if generation[0] >= sequence:
                 break
-            os.sched_yield()
+            _yield_core()
         else:
             self._sleep_until(sequence, operation, segment)
         if not _TOTAL_STORE_ORDER:
             self._fence()
+
+    def _publish_if_all_arrived(self, sequence: int, operation: str, segment: Segment) -> bool:
+        """Whether every rank is there; then the sleeping ones are woken."""
+        arrivals = segment.arrivals
+        mine = arrivals[self.rank]
+        for peer in self._peers:
+            other = arrivals[peer]
+            if other != mine and other >> 16 <= sequence:
+                if other >> 16 == sequence:
+                    self._fail(operation, f"rank {peer} called something else, or on another shape or dtype", [])
+                return False
+        if not _TOTAL_STORE_ORDER:
+            self._fence()
+        # Several ranks may find that all have arrived. None of them stores late: nobody stores a higher number before
+        # each has arrived at the next meeting, and that it does after this store.
+        segment.generation[0] = sequence
+        self._fence()
+        # The word may be one behind: of a rank that was about to sleep when the last meeting was complete.
+        if segment.sleepers[0] >= sequence - 1:
+            self._futex.wake_all()
+        return True
 
     def _sleep_until(self, sequence: int, operation: str, segment: Segment) -> None:
         generation = segment.generation
@@ -314,6 +323,8 @@ class SharedMemoryCollectives:
                 reasons.append(f"rank {rank} (pid {segment.pids[rank]}) left")
         if segment.generation[0] >= sequence:
             return
+        if not reasons and not failed and self._publish_if_all_arrived(sequence, operation, segment):
+            return  # The last rank to arrive was stopped before it could say so.
         if failed and not gone:
             for rank in failed:
                 gone |= {peer for peer in range(self.world_size) if segment.blames[rank] >> peer & 1}
@@ -327,13 +338,17 @@ class SharedMemoryCollectives:
             self._fail(operation, f"ranks {names} did not arrive within {self._timeout_s:g} s", late)
 
     def _fail(self, operation: str, reason: str, missing: list[int]) -> NoReturn:
-        """Break this object for good and tell the peers."""
-        self._error = CollectiveError(operation, reason, missing)
+        error = CollectiveError(operation, reason, missing)
+        self._break(error)
+        raise error
+
+    def _break(self, error: CollectiveError) -> None:
+        """No later call succeeds, and the peers are told."""
+        self._error = error
         if self._segment is not None:
-            self._segment.blames[self.rank] = sum(1 << rank for rank in missing)
+            self._segment.blames[self.rank] = sum(1 << rank for rank in error.missing_ranks)
             self._fence()
             self._segment.statuses[self.rank] = Status.FAILED
-        raise self._error
 
     def _fence(self) -> None:
         """Order all earlier loads and stores before all later ones (see the note at the top)."""
@@ -348,6 +363,13 @@ def _sum_ranks(inputs: np.ndarray, output: np.ndarray | None = None) -> np.ndarr
     """Sum of [world_size, n] over the ranks, in rank order and in the inputs' dtype."""
     result: np.ndarray = np.add.reduce(inputs, axis=0, dtype=inputs.dtype, out=output)
     return result
+
+
+def _yield_core() -> None:
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+    else:
+        time.sleep(0)
 
 
 def _usable_cores() -> int:

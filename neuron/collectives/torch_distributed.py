@@ -95,7 +95,8 @@ class TorchDistributedCollectives:
             call()
         except RuntimeError as error:
             missing = self._find_missing()
-            self._error = CollectiveError(operation, f"missing ranks {missing}: {error}", missing)
+            found = f"missing ranks {missing}: " if missing else ""
+            self._error = CollectiveError(operation, f"{found}{error}", missing)
             raise self._error from error
 
     def _find_missing(self) -> list[int]:

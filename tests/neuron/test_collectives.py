@@ -329,6 +329,29 @@ def test_gloo_names_the_missing_rank(make_gang: Callable[..., Gang]) -> None:
     assert error.missing_ranks == (1,)
 
 
+def run_interrupted(collectives: Any) -> str:
+    """An exception in a signal handler, while the rank waits."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        collectives.barrier()
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "went on"
+
+
+def test_an_interrupted_rank_breaks_the_gang(make_gang: Callable[..., Gang]) -> None:
+    gang = make_gang("shared_memory", 2, timeout_s=60.0)
+    assert gang.run(run_interrupted, ranks=[0]) == ["interrupted"]
+    assert "not possible since barrier: interrupted" in str(gang.run(run_barrier, ranks=[0])[0])
+    gang.run(run_barrier, ranks=[1])
+    assert "failed on ranks [0]" in str(gang.run(run_barrier, ranks=[1])[0])
+
+
 @needs_shared_memory
 def test_joining_without_peers_ends_and_leaves_nothing() -> None:
     token = make_token("shared_memory")

@@ -6,6 +6,7 @@ import io
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import httpx
 import openai
@@ -40,13 +41,17 @@ class Served:
     counters: Counters
     renderer: Renderer
 
-    @property
+    @cached_property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
 
-    @property
+    @cached_property
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+        return self.connect()
+
+    def connect(self) -> httpx.Client:
+        """A client of one's own, to close."""
+        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, verify=False)
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +64,7 @@ def serve(checkpoint: Checkpoint) -> Iterator[Callable[..., Served]]:
         engine, counters = FakeEngine(), Counters()
         renderer = Renderer(config, checkpoint, engine, counters)
         api = build_api(renderer, config, lambda: (b"a_metric 1\n", "text/plain; version=0.0.4"))
-        server = uvicorn.Server(uvicorn.Config(api, host="127.0.0.1", port=0, log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(api, host="127.0.0.1", port=0, lifespan="off", log_level="warning"))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
         thread.start()
         while not server.started:

@@ -32,6 +32,7 @@ class FakeEngine:
                 if isinstance(step, float):
                     await asyncio.sleep(step)
                     continue
+                await asyncio.sleep(0)  # as any engine behind a connection would
                 finished = step.finish_reason is not None
                 yield step
             finished = True

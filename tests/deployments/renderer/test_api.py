@@ -266,49 +266,49 @@ def test_models_version_health_metrics(served: Served):
     (model,) = served.client.models.list().data
     assert (model.id, model.object, model.model_dump()["max_model_len"]) == (MODEL, "model", 512)
     assert served.client.models.retrieve(MODEL).id == MODEL
-    with served.http as http:
-        assert http.get("/health").status_code == 200
-        served.engine.healthy = False
-        unhealthy = http.get("/health")
-        assert unhealthy.status_code == 503
-        assert int(unhealthy.headers["retry-after"]) >= 1
-        assert set(http.get("/version").json()) == {"version"}
-        metrics = http.get("/metrics")
-        assert (metrics.text, metrics.headers["content-type"]) == ("a_metric 1\n", "text/plain; version=0.0.4")
-        document = http.get("/openapi.json").json()
-        assert "ChatCompletionRequest" in document["components"]["schemas"]
+    http = served.http
+    assert http.get("/health").status_code == 200
+    served.engine.healthy = False
+    unhealthy = http.get("/health")
+    assert unhealthy.status_code == 503
+    assert int(unhealthy.headers["retry-after"]) >= 1
+    assert set(http.get("/version").json()) == {"version"}
+    metrics = http.get("/metrics")
+    assert (metrics.text, metrics.headers["content-type"]) == ("a_metric 1\n", "text/plain; version=0.0.4")
+    document = http.get("/openapi.json").json()
+    assert "ChatCompletionRequest" in document["components"]["schemas"]
 
 
 def test_tokenize_and_detokenize(served: Served, tokenizer: PromptTokenizer):
-    with served.http as http:
-        got = http.post("/tokenize", json={"model": MODEL, "prompt": "Hello 1", "return_token_strs": True}).json()
-        assert got["tokens"] == tokenizer.encode("Hello 1")
-        assert (got["count"], got["max_model_len"]) == (len(got["tokens"]), 512)
-        assert len(got["token_strs"]) == got["count"]
-        assert http.post("/detokenize", json={"tokens": got["tokens"]}).json() == {"prompt": "Hello 1"}
-        chat(served)
-        as_chat = http.post("/tokenize", json={"messages": HELLO}).json()
-        assert tuple(as_chat["tokens"]) == served.engine.requests[0].token_ids
-        with_image = {"role": "user", "content": [image_part(encoded(picture()))]}
-        assert http.post("/tokenize", json={"messages": [with_image]}).json()["tokens"].count(510) == 6
-        assert http.post("/detokenize", json={"tokens": [99999]}).status_code == 400
+    http = served.http
+    got = http.post("/tokenize", json={"model": MODEL, "prompt": "Hello 1", "return_token_strs": True}).json()
+    assert got["tokens"] == tokenizer.encode("Hello 1")
+    assert (got["count"], got["max_model_len"]) == (len(got["tokens"]), 512)
+    assert len(got["token_strs"]) == got["count"]
+    assert http.post("/detokenize", json={"tokens": got["tokens"]}).json() == {"prompt": "Hello 1"}
+    chat(served)
+    as_chat = http.post("/tokenize", json={"messages": HELLO}).json()
+    assert tuple(as_chat["tokens"]) == served.engine.requests[0].token_ids
+    with_image = {"role": "user", "content": [image_part(encoded(picture()))]}
+    assert http.post("/tokenize", json={"messages": [with_image]}).json()["tokens"].count(510) == 6
+    assert http.post("/detokenize", json={"tokens": [99999]}).status_code == 400
 
 
 def test_resets(served: Served, serve):
-    with served.http as http:
-        image = {"role": "user", "content": [image_part(encoded(picture()))]}
-        chat(served, messages=[image])
-        assert len(served.renderer.processor_cache) == 1
-        for name in ("prefix", "mm", "encoder"):
-            assert http.post(f"/reset_{name}_cache").status_code == 200
-        assert served.engine.resets == ["prefix", "encoder"]
-        assert len(served.renderer.processor_cache) == 0
+    http = served.http
+    image = {"role": "user", "content": [image_part(encoded(picture()))]}
+    chat(served, messages=[image])
+    assert len(served.renderer.processor_cache) == 1
+    for name in ("prefix", "mm", "encoder"):
+        assert http.post(f"/reset_{name}_cache").status_code == 200
+    assert served.engine.resets == ["prefix", "encoder"]
+    assert len(served.renderer.processor_cache) == 0
     closed = serve()
-    with closed.http as http:
-        for name in ("prefix", "mm", "encoder"):
-            response = http.post(f"/reset_{name}_cache")
-            assert response.status_code == 403
-            assert "server.development_mode" in response.json()["error"]["message"]
+    http = closed.http
+    for name in ("prefix", "mm", "encoder"):
+        response = http.post(f"/reset_{name}_cache")
+        assert response.status_code == 403
+        assert "server.development_mode" in response.json()["error"]["message"]
     assert closed.engine.resets == []
 
 
@@ -345,7 +345,7 @@ def test_engine_errors_have_their_status(served: Served, stream):
 def test_error_in_the_middle_of_a_stream_is_its_last_event(served: Served, tokenizer: PromptTokenizer, failure):
     served.engine.script = lambda request: [tokens(request, *tokenizer.encode("ab")), 0.05, failure(request)]
     text = ""
-    with pytest.raises(openai.APIError, match="say why|the server failed"):  # noqa: PT012
+    with pytest.raises(openai.APIError, match=r"say why|the server failed"):  # noqa: PT012
         for chunk in chat(served, stream=True):
             text += chunk.choices[0].delta.content or ""
     assert text == "ab"

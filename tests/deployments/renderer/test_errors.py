@@ -8,6 +8,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from tests.deployments.renderer.conftest import Served, data_url, encoded, image_part, picture
 from tests.deployments.renderer.fake_engine import finish
@@ -21,8 +22,8 @@ def image_message(url: str) -> list:
 
 
 def post(served: Served, path: str, **options):
-    with served.http as http:
-        return http.post(path, **options)
+    http = served.http
+    return http.post(path, **options)
 
 
 def check_shape(response, status: int) -> dict:
@@ -126,7 +127,7 @@ IMAGE_CASES = [
     ("file:///etc/passwd", "'file' is not supported", "invalid_image_url"),
     ("gopher://x", "expected a data: URL", "invalid_image_url"),
     (data_url(encoded(picture(1, 300))), "at most 200 times", "invalid_image_dimensions"),
-    (data_url(encoded(picture(8000, 8000).convert("1"))), "64,000,000 pixels", "invalid_image_dimensions"),
+    (data_url(encoded(Image.new("1", (8000, 8000)))), "64,000,000 pixels", "invalid_image_dimensions"),
 ]
 
 
@@ -211,10 +212,10 @@ def test_body_over_the_limit(served: Served):
 
 
 def test_unknown_routes_and_methods(served: Served):
-    with served.http as http:
-        assert "no such route" in check_shape(http.get("/v1/nothing"), 404)["message"]
-        assert "expected POST" in check_shape(http.get("/v1/chat/completions"), 405)["message"]
-        check_shape(http.get("/v1/models/other"), 404)
+    http = served.http
+    assert "no such route" in check_shape(http.get("/v1/nothing"), 404)["message"]
+    assert "expected POST" in check_shape(http.get("/v1/chat/completions"), 405)["message"]
+    check_shape(http.get("/v1/models/other"), 404)
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         served.client.chat.completions.create(model="other", messages=HELLO)
     with pytest.raises(openai.NotFoundError):
@@ -237,8 +238,11 @@ JSON = st.recursive(
     max_leaves=6,
 )
 NAMES = st.sampled_from(
-    "messages prompt temperature top_p top_k min_p seed stop n logprobs top_logprobs max_tokens stream stream_options "
-    "tools response_format logit_bias cache_salt min_tokens ignore_eos tokens model".split()
+    [
+        *("messages", "prompt", "tokens", "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n"),
+        *("logprobs", "top_logprobs", "max_tokens", "min_tokens", "ignore_eos", "stream", "stream_options"),
+        *("tools", "response_format", "logit_bias", "cache_salt"),
+    ]
 )
 
 

@@ -1,6 +1,7 @@
 """KV blocks and the prefix cache: what hits, what is evicted first, what is counted."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,11 @@ from deployments.scheduler.request import Request
 from tests.deployments.scheduler.simulation import make_request, text
 
 
-def request(*parts: int | tuple[str, int], **fields: str) -> Request:
+def request(*parts: int | tuple[str, int], **fields: Any) -> Request:
     return Request(make_request("r", *parts, **fields), sequence=1, max_model_len=1000)
 
 
-def hashes(*parts: int | tuple[str, int], **fields: str) -> list[bytes]:
+def hashes(*parts: int | tuple[str, int], **fields: Any) -> list[bytes]:
     one = request(*parts, **fields)
     extend_block_hashes(one, 4)
     return one.block_hashes
@@ -55,7 +56,7 @@ def test_hash_covers_the_place_inside_the_image() -> None:
 
 
 def test_hashes_extended_token_by_token_equal_those_made_at_once() -> None:
-    parts = (*text(5), ("a", 3), 1, ("b", 9), *text(7))
+    parts: tuple[int | tuple[str, int], ...] = (*text(5), ("a", 3), 1, ("b", 9), *text(7))
     at_once = hashes(*parts)
     one = request(*parts)
     tokens, one.token_ids = one.token_ids, []

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.messages import EngineRequest, SamplingParams
+from actors.messages import EngineRequest, SamplingParams, SchedulerOutput
 from configs.engine import EngineConfig
 from deployments.scheduler.request import RequestError
 from tests.deployments.scheduler.simulation import STOP_TOKEN, Simulation, make_config, make_request
@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rng = random.Random(seed)
         self.simulation = Simulation(random_config(self.rng))
         self.count = 0
-        self.in_flight = None
+        self.in_flight: SchedulerOutput | None = None
 
     @rule(number=st.integers(1, 4))
     def add(self, number: int) -> None:
@@ -76,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if servable(request, self.simulation.config):
                 self.simulation.add(request)
             else:
-                with pytest.raises(RequestError, match="max_model_len|encoder_cache.num_blocks"):
+                with pytest.raises(RequestError, match=r"max_model_len|encoder_cache\.num_blocks"):
                     self.simulation.add(request)
 
     @rule(number=st.integers(1, 12), seconds=st.sampled_from((0.0, 0.0005, 0.002, 0.1)))
