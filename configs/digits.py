@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_DIGITS = 6
 MAX_IMAGES = 6
-MIN_CELL, MAX_CELL = 32, 96  # pixels, side of the square that one scan is drawn into
+MIN_CELL, MAX_CELL = 32, 64  # pixels, side of the square that one scan is drawn into
 
 # (width, height) in pixels. An image takes (width / 32) x (height / 32) embeddings, after rounding to multiples of 32.
 SMALL_SIZES = (
@@ -44,13 +44,11 @@ SIZES = SMALL_SIZES + MEDIUM_SIZES + LARGE_SIZES
 class Style:
     """How scenes are drawn; the default is how they are drawn for measuring.
 
-    augment: distort each scan and add noise (for training); dark: share of images with light digits on a dark ground;
-    most: most digits per image; jitter: 0 for digits as large as fits and centred, 1 for varied size and place.
+    augment: distort each scan and add noise (for training); jitter: 0 for digits as large as fits and centred, 1 for
+    varied size and place.
     """
 
     augment: bool = False
-    dark: float = 0.5
-    most: int = MAX_DIGITS
     jitter: float = 1.0
 
 
@@ -195,8 +193,7 @@ def strip(scans: Sequence[int], size: tuple[int, int], rng: np.random.Generator,
         area = ink[y : y + cell, x : x + cell]
         np.maximum(area, np.asarray(tile, np.float32) / 255, out=area)
 
-    dark, light = rng.uniform(0, 70), rng.uniform(185, 255)
-    paper, pen = (dark, light) if rng.random() < style.dark else (light, dark)
+    paper, pen = rng.uniform(150, 255), rng.uniform(0, 90)
     if style.augment:
         ink = ink ** rng.uniform(0.7, 1.4)
     canvas = paper + ink * (pen - paper)
@@ -289,7 +286,7 @@ def scene(
     if count is not None:
         sizes = [s for s in sizes if max_digits(s) >= count]
     size = sizes[int(rng.integers(len(sizes)))]
-    count = count or int(rng.integers(1, min(style.most, max_digits(size)) + 1))
+    count = count or int(rng.integers(1, max_digits(size) + 1))
     scans = [int(s) for s in rng.choice(split(split_name), count)]
     return Scene(strip(scans, size, rng, style), labels_of(scans))
 

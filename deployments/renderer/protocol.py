@@ -4,6 +4,7 @@ Nothing is ignored: a parameter is either a field here, or known and accepted on
 (`NEUTRAL`), or unknown; the latter two are refused by name. Fields left out or null take their default.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -270,10 +271,10 @@ class CompletionRequest(SamplingBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> Sequence[str | list[int]]:
         """The prompt or prompts, always as a list of them."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return cast("list[str] | list[list[int]]", [self.prompt] if single else self.prompt)
+        return cast("Sequence[str | list[int]]", [self.prompt] if single else self.prompt)
 
     @property
     def limit(self) -> int:

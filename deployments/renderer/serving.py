@@ -104,7 +104,7 @@ class Renderer:
                 encode = partial(self._prompts.encode_text, given, param)
                 token_ids = await self._slowly(encode, inline=len(given) < INLINE_CHARACTERS)
             else:
-                check = partial(self._prompts.check_token_ids, list(given), param)
+                check = partial(self._prompts.check_token_ids, given, param)
                 token_ids = await self._slowly(check, inline=len(given) < INLINE_CHARACTERS)
             prompts.append(self._prompts.build(token_ids, [], param))
         max_tokens = [self._prompts.max_tokens(prompt, body.limit, "prompt") for prompt in prompts]

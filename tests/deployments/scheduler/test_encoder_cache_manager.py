@@ -132,19 +132,19 @@ def _turnover_seconds(entries: int) -> float:
     for index in range(entries):
         manager.free(cache_image(manager, str(index), 4))
     best = float("inf")
-    for repeat in range(5):
-        requests = [request(f"{repeat}-{index}", (f"new{repeat}-{index}", 4)) for index in range(200)]
-        begin = time.perf_counter()
+    for repeat in range(10):
+        requests = [request(f"{repeat}-{index}", (f"new{repeat}-{index}", 4)) for index in range(100)]
+        begin = time.thread_time()
         for one in requests:
             manager.check_and_update_cache(one, 0)
             assert manager.can_allocate(one, 0)
             manager.allocate(one, 0)
             manager.free_encoder_input(one, 0)
             manager.get_freed_mm_hashes()
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.thread_time() - begin)
     return best
 
 
 def test_cost_does_not_grow_with_the_number_of_images() -> None:
-    small, large = _turnover_seconds(1_000), _turnover_seconds(50_000)
-    assert large < 10 * small
+    small, large = _turnover_seconds(1_000), _turnover_seconds(100_000)
+    assert large < 20 * small, "a scan would make it a hundredfold"

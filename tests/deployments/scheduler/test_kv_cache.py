@@ -149,7 +149,7 @@ def test_lookup_of_a_long_prompt_is_linear_and_fast() -> None:
     manager.find_prefix(again)
     best = float("inf")
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         assert len(manager.find_prefix(again)) == 8191
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.thread_time() - begin)
     assert best < 0.010

@@ -22,7 +22,7 @@ R = TypeVar("R")
 NAN = float("nan")
 
 
-class _Meeting:
+class Meeting:
     """Where the threads of a gang put what they exchange."""
 
     def __init__(self, world_size: int):
@@ -33,7 +33,7 @@ class _Meeting:
 class ThreadCollectives:
     """Implements `Collectives` for ranks that are threads of one process."""
 
-    def __init__(self, meeting: _Meeting, rank: int, world_size: int):
+    def __init__(self, meeting: Meeting, rank: int, world_size: int):
         self.meeting, self.rank, self.world_size = meeting, rank, world_size
 
     def _exchange(self, x: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
@@ -70,7 +70,7 @@ class Image:
 
 
 @dataclass
-class Sequence_:
+class Seq:
     """One request: its tokens, where its images lie, and what the ranks hold of it."""
 
     tokens: list[int]
@@ -96,7 +96,7 @@ class Gang:
         self.config = self.family.load_config(folder)
         self.world_size, self.poison, self.dtype = world_size, poison, dtype
         self.pool = ThreadPoolExecutor(world_size)
-        meeting = _Meeting(world_size)
+        meeting = Meeting(world_size)
         self.models = [
             self.family.load_model(folder, ThreadCollectives(meeting, rank, world_size), dtype, "cpu")
             for rank in range(world_size)
@@ -163,22 +163,22 @@ class Gang:
 
             self._run(step)
 
-    def _reserve(self, seq: Sequence_, num_tokens: int) -> None:
+    def _reserve(self, seq: Seq, num_tokens: int) -> None:
         while len(seq.blocks) * self.BLOCK < num_tokens:
             seq.blocks.append(self.free_blocks.pop(0))
 
-    def _slots(self, seq: Sequence_, start: int, stop: int) -> np.ndarray:
+    def _slots(self, seq: Seq, start: int, stop: int) -> np.ndarray:
         positions = np.arange(start, stop)
         return np.array(seq.blocks)[positions // self.BLOCK] * self.BLOCK + positions % self.BLOCK
 
-    def _rope(self, seq: Sequence_) -> tuple[np.ndarray, int]:
+    def _rope(self, seq: Seq) -> tuple[np.ndarray, int]:
         items = [
             MRopeItem(offset, image.pixels.shape[0] // self.config.merge_area, image.grid)
             for offset, image in seq.images
         ]
         return self.family.mrope_positions(self.config, len(seq.tokens), items)
 
-    def prefill(self, chunks: Sequence[tuple[Sequence_, int]], tokens_bucket: int, context_bucket: int) -> list[Tensor]:
+    def prefill(self, chunks: Sequence[tuple[Seq, int]], tokens_bucket: int, context_bucket: int) -> list[Tensor]:
         """Compute the next n tokens of each sequence in one step; returns logits [n, vocab] of each."""
         bad_slot = (self.NUM_BLOCKS - 1) * self.BLOCK
         t = {name: np.zeros(tokens_bucket, dtype=np.int64) for name in ("token_ids", "query_pos")}
@@ -218,7 +218,7 @@ class Gang:
 
         return list(self._logits(step)[:row].split([count for _, count in chunks]))
 
-    def decode(self, seqs: Sequence[Sequence_], seqs_bucket: int, blocks_bucket: int) -> Tensor:
+    def decode(self, seqs: Sequence[Seq], seqs_bucket: int, blocks_bucket: int) -> Tensor:
         """Compute the last token of each sequence; returns logits [len(seqs), vocab]."""
         token_ids, lens = np.zeros(seqs_bucket, dtype=np.int64), np.zeros(seqs_bucket, dtype=np.int64)
         rope = np.zeros((3, seqs_bucket), dtype=np.int64)

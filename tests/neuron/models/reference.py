@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs.engine import ROOT
 from tests.neuron.models.gang import Image
 
-DEMO = Path("configs/models/digits-vl")
+DEMO = ROOT / "configs/models/digits-vl"
 
 
 def make_checkpoint(

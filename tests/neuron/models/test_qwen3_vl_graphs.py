@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from neuron.models import family_of
 from neuron.models.interface import CheckpointError
 from neuron.models.qwen3_vl.weights import Checkpoint
-from tests.neuron.models.gang import Gang, Sequence_, ThreadCollectives, _Meeting
+from tests.neuron.models.gang import Gang, Seq, ThreadCollectives, Meeting
 from tests.neuron.models.reference import make_checkpoint, make_image
 
 
@@ -24,11 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def play(gang: Gang) -> list[torch.Tensor]:
     """An image prompt in two chunks, a text prompt, and a decode batch of both."""
     image = make_image("a", 4, 6, gang.config.patch_dim, seed=1)
-    seen = Sequence_([5, 6, 7, *[gang.config.image_token_id] * 6, 8, 9], [(3, image)])
-    text = Sequence_([11, 12, 13])
+    seen = Seq([5, 6, 7, *[gang.config.image_token_id] * 6, 8, 9], [(3, image)])
+    text = Seq([11, 12, 13])
     gang.encode([image])
     logits = [*gang.prefill([(seen, 6)], 16, 32), *gang.prefill([(seen, 5), (text, 3)], 16, 32)]
-    logits += gang.prefill([(other := Sequence_([3, 4]), 2)], 16, 32)
+    logits += gang.prefill([(other := Seq([3, 4]), 2)], 16, 32)
     for seq in (seen, text, other):
         seq.tokens.append(17)
     return [*logits, gang.decode([seen, text, other], 4, 2)]
@@ -88,7 +88,7 @@ def test_a_rank_reads_only_its_part(folder: Path, monkeypatch: pytest.MonkeyPatc
         return Counted()
 
     monkeypatch.setattr(Checkpoint, "_slice", counting)
-    meeting = _Meeting(16)
+    meeting = Meeting(16)
     for rank in range(16):
         family_of(folder).load_model(folder, ThreadCollectives(meeting, rank, 16), torch.float32, "cpu")
     with safe_open(folder / "model.safetensors", framework="pt") as file:
@@ -102,7 +102,7 @@ def test_a_rank_reads_only_its_part(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_missing_tensor_and_a_missing_file_are_named(folder: Path, tmp_path: Path) -> None:
-    collectives = ThreadCollectives(_Meeting(1), 0, 1)
+    collectives = ThreadCollectives(Meeting(1), 0, 1)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     family = family_of(tmp_path)
     with pytest.raises(CheckpointError, match=r"expected model\.safetensors or model\.safetensors\.index\.json"):

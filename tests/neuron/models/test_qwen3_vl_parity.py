@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.neuron.models.gang import Gang, Image, Sequence_
+from tests.neuron.models.gang import Gang, Image, Seq
 from tests.neuron.models.reference import DEMO, Reference, make_checkpoint, make_image
 
 TOKENS = 64
@@ -56,9 +56,9 @@ class Case:
             tokens += [self.special["image"]] * (h * w // 4) + [self.special["end"]]
         return tokens, images
 
-    def sequence(self, name: str) -> Sequence_:
+    def sequence(self, name: str) -> Seq:
         tokens, images = self.prompts[name]
-        return Sequence_(list(tokens), list(images))
+        return Seq(list(tokens), list(images))
 
     def _answer(self, name: str) -> tuple[list[int], torch.Tensor]:
         tokens, images = self.prompts[name]
@@ -118,7 +118,7 @@ def check_prompt(case: Case, name: str, logits: Sequence[torch.Tensor], first: i
     torch.testing.assert_close(torch.cat(list(logits)), expected, atol=TOLERANCE, rtol=0)
 
 
-def check_decode(case: Case, gang: Gang, names: Sequence[str], seqs: Sequence[Sequence_], last: Sequence) -> None:
+def check_decode(case: Case, gang: Gang, names: Sequence[str], seqs: Sequence[Seq], last: Sequence) -> None:
     """Generate greedily, all sequences in each step; last: the logits of each prompt's last token."""
     tokens = [int(logits.argmax()) for logits in last]
     for seq, token in zip(seqs, tokens, strict=True):
