@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,16 @@ from deployments.renderer.tokenizer import PromptTokenizer
 INLINE_CHARACTERS = 16_384
 """Shorter work is done on the event loop: a worker thread costs more than the milliseconds that it would save."""
 INLINE_URL = 262_144
+
+
+@dataclass(frozen=True)
+class Origin:
+    """When and from where a request came."""
+
+    arrival_time: float
+    """Before anything was done for it."""
+    trace_context: Mapping[str, str]
+    """W3C headers."""
 
 
 class Renderer:
@@ -85,17 +96,17 @@ class Renderer:
         self, body: ChatCompletionRequest, trace_context: Mapping[str, str]
     ) -> Response | AsyncGenerator[bytes, None]:
         """The whole answer, or its events when the body asks for a stream. Raises APIError."""
+        origin = Origin(time.time(), trace_context)
         self.check_model(body.model)
         prompt = await self._chat_prompt(body.messages, body.add_generation_prompt, body.continue_final_message)
         max_tokens = self._prompts.max_tokens(prompt, body.limit, "messages")
-        return await self._answer(
-            body, "chatcmpl", ChatFormat(), [prompt], [max_tokens], body.num_logprobs, trace_context
-        )
+        return await self._answer(body, "chatcmpl", ChatFormat(), [prompt], [max_tokens], body.num_logprobs, origin)
 
     async def complete(
         self, body: CompletionRequest, trace_context: Mapping[str, str]
     ) -> Response | AsyncGenerator[bytes, None]:
         """As `chat`, for each of one or more raw prompts."""
+        origin = Origin(time.time(), trace_context)
         self.check_model(body.model)
         prompts = []
         for index, given in enumerate(body.prompts):
@@ -108,7 +119,7 @@ class Renderer:
                 token_ids = await self._slowly(check, inline=len(given) < INLINE_CHARACTERS)
             prompts.append(self._prompts.build(token_ids, [], param))
         max_tokens = [self._prompts.max_tokens(prompt, body.limit, "prompt") for prompt in prompts]
-        return await self._answer(body, "cmpl", CompletionFormat(), prompts, max_tokens, body.logprobs, trace_context)
+        return await self._answer(body, "cmpl", CompletionFormat(), prompts, max_tokens, body.logprobs, origin)
 
     async def tokenize(self, body: TokenizeRequest) -> Tokenized:
         self.check_model(body.model)
@@ -188,9 +199,9 @@ class Renderer:
         prompts: list[Prompt],
         max_tokens: list[int],
         num_logprobs: int | None,
-        trace_context: Mapping[str, str],
+        origin: Origin,
     ) -> Response | AsyncGenerator[bytes, None]:
-        n, arrival_time = body.n or 1, time.time()
+        n = body.n or 1
         if len(prompts) * n > MAX_CHOICES:
             raise APIError(
                 f"n = {n} for {len(prompts)} prompts: at most {MAX_CHOICES} choices are accepted in one request",
@@ -214,11 +225,11 @@ class Renderer:
                     request_id=f"{answer.id}-{p * n + i}",
                     token_ids=prompt.token_ids,
                     sampling=sampling,
-                    arrival_time=arrival_time,
+                    arrival_time=origin.arrival_time,
                     mm_items=prompt.mm_items,
                     pixels=prompt.pixels,
                     cache_salt=body.cache_salt,
-                    trace_context=dict(trace_context),
+                    trace_context=dict(origin.trace_context),
                 )
                 detokenizer = Detokenizer(self._tokenizer, list(body.stop or ()), sampling.min_tokens)
                 choices.append(generation.Choice(p * n + i, request, detokenizer))

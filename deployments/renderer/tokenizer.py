@@ -53,7 +53,6 @@ class PromptTokenizer:
         self.special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         """Special tokens by their text."""
         self._special = _any_of(self.special_ids)
-        self._vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.max_token_length = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         """Of the longest token: a text of n characters has at least n / max_token_length tokens."""
         self._bytes = _byte_level_alphabet() if "ByteLevel" in str(self._tokenizer.decoder) else None
