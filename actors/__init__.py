@@ -1,1 +1,1 @@
-"""The gang: the protocol, the runner that turns a step into graph calls, the rank actors and the group that steps them."""
+"""The gang: the protocol, the runner that turns a step into graph calls, rank actors and the group that steps them."""

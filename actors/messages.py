@@ -64,7 +64,7 @@ class EngineRequest(Message):
     mm_items: tuple[MMItem, ...] = ()
     """Sorted by offset; the same mm_hash may occur several times."""
     pixels: dict[str, Any] = msgspec.field(default_factory=dict)
-    """mm_hash -> reference to the pixels (a Ray ObjectRef of a float32 array [patches, patch_dim]). Kept while the request lives."""
+    """mm_hash -> reference to the pixels, a Ray ObjectRef of float32 [patches, patch_dim]; kept while it lives."""
     output_token_ids: tuple[int, ...] = ()
     """Tokens that the client has received already from another engine: generation goes on behind them."""
     cache_salt: str | None = None

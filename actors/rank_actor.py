@@ -9,8 +9,8 @@ import msgspec
 
 from actors.messages import Command, RankOutput, WarmUp
 from actors.pixels import PixelMailbox
-from actors.step_channel import serve_socket
 from actors.plan import EnginePlan
+from actors.step_channel import serve_socket
 
 if TYPE_CHECKING:
     from actors.model_runner import ModelRunner

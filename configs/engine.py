@@ -171,8 +171,8 @@ class EngineConfig(Settings):
         kv_tokens = self.kv_cache.num_blocks * self.kv_cache.block_size
         if kv_tokens < self.model.max_model_len:
             raise ValueError(
-                f"kv_cache.num_blocks = {self.kv_cache.num_blocks} blocks of {self.kv_cache.block_size} hold {kv_tokens} "
-                f"tokens: expected at least model.max_model_len = {self.model.max_model_len}"
+                f"kv_cache.num_blocks = {self.kv_cache.num_blocks} blocks of {self.kv_cache.block_size} hold "
+                f"{kv_tokens} tokens: expected at least model.max_model_len = {self.model.max_model_len}"
             )
         return self
 

@@ -7,18 +7,13 @@ cache off. The answers must be identical.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 
-import httpx
 import numpy as np
 import pytest
 
 from configs import digits
-from configs.engine import EngineConfig, parse_config
-from deployments.renderer.checkpoint import load_checkpoint
-from deployments.renderer.routes import build_api
-from deployments.renderer.serving import Renderer
-from tests.support.local_stack import LocalEngineClient, start_engine
+from configs.engine import parse_config
+from tests.support.local_stack import Stack
 
 SIZES = ((64, 64), (96, 64), (128, 64), (128, 128), (224, 224), (256, 64))
 NUM_CONVERSATIONS = 240
@@ -52,39 +47,6 @@ def conversations() -> list[digits.Conversation]:
     return made
 
 
-class Stack:
-    """Renderer, engine and one rank in this process, spoken to over HTTP's own interface (ASGI)."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.engine, self.gang, self.scheduler = start_engine(config)
-        self.counts = {"preemptions": 0, "prefix_hits": 0, "encoder_hits": 0}
-        inner = self.scheduler.take_stats
-
-        def counted():
-            stats = inner()
-            self.counts["preemptions"] += stats.num_preemptions
-            self.counts["prefix_hits"] += stats.prefix_hits
-            self.counts["encoder_hits"] += stats.encoder.hits
-            return stats
-
-        self.scheduler.take_stats = counted
-        nothing = SimpleNamespace(inc=lambda amount=1: None)
-        counters = SimpleNamespace(mm_cache_queries=nothing, mm_cache_hits=nothing)
-        self.renderer = Renderer(config, load_checkpoint(config), LocalEngineClient(self.engine), counters)
-        transport = httpx.ASGITransport(build_api(self.renderer, config, lambda: (b"", "text/plain")))
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://stack", timeout=300)
-
-    async def answer(self, messages: list[dict]) -> str:
-        body = {"model": "digits-vl", "messages": messages, "temperature": 0, "max_tokens": 24}
-        response = await self.http.post("/v1/chat/completions", json=body)
-        assert response.status_code == 200, response.text
-        return response.json()["choices"][0]["message"]["content"]
-
-    def close(self) -> None:
-        self.renderer.close()
-        self.engine.stop()
-
-
 async def hold(conversation: digits.Conversation, ask: Callable[[list[dict]], Awaitable[str]]) -> list[str]:
     """Every answer of a conversation, each turn seeing the answers before it."""
     answers: list[str] = []
@@ -98,16 +60,6 @@ async def hold(conversation: digits.Conversation, ask: Callable[[list[dict]], Aw
 def test_no_answer_depends_on_caches_or_company() -> None:
     made = conversations()
     together = Stack(parse_config(TINY))
-    evicted = 0
-    free = together.gang.runner.encoder_cache.free
-
-    def counting_free(mm_hash: str, now: float) -> int:
-        nonlocal evicted
-        blocks = free(mm_hash, now)
-        evicted += blocks
-        return blocks
-
-    together.gang.runner.encoder_cache.free = counting_free
 
     async def run_together() -> list[list[str]]:
         gate = asyncio.Semaphore(CONCURRENCY)
@@ -120,7 +72,7 @@ def test_no_answer_depends_on_caches_or_company() -> None:
 
     got = asyncio.run(run_together())
     together.close()
-    assert evicted > 100
+    assert together.counts["evicted_blocks"] > 100
     assert together.counts["preemptions"] > 10
     assert together.counts["prefix_hits"] > 1000
     assert together.counts["encoder_hits"] > 100

@@ -6,11 +6,20 @@ import time
 from configs.engine import ROOT
 from telemetry.logs import LOGGER_NAME
 
-_CURL = """ready: {url}/v1 serves {model!r}. Try:
-printf '{{"model": "{model}", "max_tokens": 32, "temperature": 0, "messages": [{{"role": "user", "content": [{{"type": "image_url", \
-"image_url": {{"url": "data:image/png;base64,%s"}}}}, {{"type": "text", "text": "Read the digits."}}]}}]}}' \
-"$(base64 -w0 {image})" | curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d @-
-"""
+_BODY = (
+    '{"model": "%s", "max_tokens": 32, "temperature": 0, "messages": [{"role": "user", "content": ['
+    '{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%s"}}, '
+    '{"type": "text", "text": "Read the digits."}]}]}'
+)
+
+
+def first_request(url: str, model: str) -> str:
+    """A shell command that sends an image and prints the answer."""
+    image = ROOT / "examples" / "digits-3141.png"
+    return (
+        f"printf '{_BODY % model}' \"$(base64 -w0 {image})\" | "
+        f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d @-"
+    )
 
 
 def announce(model: str, timeout_s: float = 60.0) -> None:
@@ -29,4 +38,4 @@ def announce(model: str, timeout_s: float = 60.0) -> None:
             pass
         time.sleep(0.2)
     logger = logging.getLogger(LOGGER_NAME)
-    logger.info(_CURL.format(url=url, model=model, image=ROOT / "examples" / "digits-3141.png"))
+    logger.info("ready: %s/v1 serves %r. Try:\n%s", url, model, first_request(url, model))

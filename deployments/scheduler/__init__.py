@@ -1,1 +1,1 @@
-"""Scheduling: requests, KV blocks with prefix caching, the encoder cache manager, the scheduler and the engine's loop."""
+"""Scheduling: requests, KV blocks with prefix caching, the encoder cache manager, the scheduler, the engine's loop."""

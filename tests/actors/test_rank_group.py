@@ -91,9 +91,8 @@ def test_both_channels_give_the_same_and_a_dead_gang_starts_anew() -> None:
     assert run(group, 2) == first  # from the encoder cache now
     os.kill(group._pids[1], signal.SIGKILL)
     with pytest.raises(RankFailure) as raised:
-        for step_id in range(3, 6):
-            run(group, step_id)
-    assert raised.value.rank in (0, 1)
+        run(group, 3)
+    assert raised.value.rank == 1
     group.restart()
     assert run(group, 1) == first
     group.shutdown()

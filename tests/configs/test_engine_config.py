@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_a_wrong_setting_is_explained(tree: dict, says: list[str]) -> None:
     for build in (parse_config, EngineConfig.model_validate):
-        with pytest.raises(ValueError, match=".") as raised:
+        with pytest.raises(ValueError) as raised:  # noqa: PT011 - the parts below are the match
             build(tree)
         for part in says:
             assert part in str(raised.value)

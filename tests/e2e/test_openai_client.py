@@ -71,7 +71,9 @@ def test_logprobs(sixteen: Application) -> None:
     assert len(content) == answer.usage.completion_tokens or len(content) == answer.usage.completion_tokens - 1
     for token in content:
         assert token.logprob <= 0
-        assert [top.logprob for top in token.top_logprobs] == sorted((t.logprob for t in token.top_logprobs), reverse=True)
+        assert [top.logprob for top in token.top_logprobs] == sorted(
+            (t.logprob for t in token.top_logprobs), reverse=True
+        )
         assert token.top_logprobs[0].token == token.token
 
 
@@ -82,7 +84,9 @@ def test_sixteen_at_a_time_answer_as_one_by_one(sixteen: Application) -> None:
         for _ in range(24)
     ]
     with ThreadPoolExecutor(16) as pool:
-        together = list(pool.map(lambda messages: greedy(sixteen.client, messages, extra_body={"cache_salt": "t"}), asked))
+        together = list(
+            pool.map(lambda messages: greedy(sixteen.client, messages, extra_body={"cache_salt": "t"}), asked)
+        )
     alone = [greedy(sixteen.client, messages, extra_body={"cache_salt": "a"}) for messages in asked]
     assert together == alone
 
@@ -99,3 +103,20 @@ def test_what_cannot_be_served_is_a_400_and_the_engine_goes_on(sixteen: Applicat
     with pytest.raises(openai.BadRequestError, match="no_such_parameter"):
         greedy(sixteen.client, [{"role": "user", "content": "x"}], extra_body={"no_such_parameter": 1})
     assert greedy(sixteen.client, question([7], (64, 64), 0))
+
+
+def test_clients_that_go_away_free_their_places(sixteen: Application) -> None:
+    """All sixteen sequences of the engine are taken by long answers whose clients leave; the next one is served."""
+    streams = [
+        sixteen.client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": f"{number}"}], max_tokens=3000, stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        for number in range(16)
+    ]  # fmt: skip
+    for stream in streams:
+        next(iter(stream))
+        stream.close()
+    # One of those answers takes minutes on sixteen ranks and two cores.
+    client = sixteen.client.with_options(timeout=60)
+    assert greedy(client, question([7], (64, 64), 0))

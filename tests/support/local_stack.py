@@ -4,9 +4,12 @@ Used where a test wants real models and real caches but not real processes.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 
 from actors.messages import Command, EngineOutput, EngineRequest, RankOutput, SchedulerOutput, WarmUp
@@ -14,10 +17,14 @@ from actors.model_runner import ModelRunner
 from actors.pixels import PixelMailbox
 from actors.plan import EnginePlan, make_plan
 from configs.engine import EngineConfig
+from deployments.renderer.checkpoint import load_checkpoint
+from deployments.renderer.routes import build_api
+from deployments.renderer.serving import Renderer
 from deployments.scheduler.engine import Engine
 from deployments.scheduler.scheduler import Scheduler
 from deployments.scheduler.stats import StatsRecorder
 from neuron.collectives import create_collectives
+from telemetry.metrics import DEVICE_ENCODER_CACHE_EVICTIONS
 from telemetry.prometheus import Recorder
 
 
@@ -74,11 +81,52 @@ class LocalEngineClient:
         return self.engine.healthy
 
 
-def start_engine(config: EngineConfig) -> tuple[Engine, LocalGang, Scheduler]:
-    """An engine of one rank in this process, its loop running with integrity checks after every step."""
-    assert config.parallel.world_size == 1
-    gang = LocalGang(make_plan(config), Recorder(config.model.name, "0"))
-    scheduler = Scheduler(config)
-    engine = Engine(scheduler, gang, StatsRecorder(Recorder(config.model.name, "0")), check_invariants=True)
-    engine.start()
-    return engine, gang, scheduler
+class Stack:
+    """Renderer, engine and one rank in this process, spoken to over HTTP's own interface (ASGI).
+
+    `counts` says what happened inside; the engine checks its invariants after every step.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert config.parallel.world_size == 1
+        recorder = Recorder(config.model.name, "0")
+        self.gang = LocalGang(make_plan(config), recorder)
+        self.scheduler = Scheduler(config)
+        self.counts: Counter[str] = Counter()
+        self._count_stats()
+        self.engine = Engine(self.scheduler, self.gang, StatsRecorder(recorder), check_invariants=True)
+        self.engine.start()
+        nothing = SimpleNamespace(inc=lambda amount=1: None)
+        counters = SimpleNamespace(mm_cache_queries=nothing, mm_cache_hits=nothing)
+        self.renderer = Renderer(config, load_checkpoint(config), LocalEngineClient(self.engine), counters)
+        transport = httpx.ASGITransport(build_api(self.renderer, config, lambda: (b"", "text/plain")))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://stack", timeout=300)
+
+    def _count_stats(self) -> None:
+        take_stats, step = self.scheduler.take_stats, self.gang.step
+
+        def counting_take_stats() -> Any:
+            stats = take_stats()
+            self.counts["preemptions"] += stats.num_preemptions
+            self.counts["prefix_hits"] += stats.prefix_hits
+            self.counts["encoder_hits"] += stats.encoder.hits
+            return stats
+
+        def counting_step(*arguments: Any) -> RankOutput:
+            answer = step(*arguments)
+            self.counts["evicted_blocks"] += answer.counters.get(DEVICE_ENCODER_CACHE_EVICTIONS.name, 0)
+            return answer
+
+        self.scheduler.take_stats = counting_take_stats  # type: ignore[method-assign]
+        self.gang.step = counting_step  # type: ignore[method-assign]
+
+    async def answer(self, messages: list[dict[str, Any]], max_tokens: int = 24) -> str:
+        """The greedy answer to a chat."""
+        body = {"model": "digits-vl", "messages": messages, "temperature": 0, "max_tokens": max_tokens}
+        response = await self.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["message"]["content"]
+
+    def close(self) -> None:
+        self.renderer.close()
+        self.engine.stop()

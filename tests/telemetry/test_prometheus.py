@@ -32,7 +32,10 @@ def test_counters_add_up_and_a_dead_process_loses_its_gauges(tmp_path: Path) -> 
         )
         for _ in range(3)
     ]
-    render = "import sys; from telemetry.prometheus import *; [forget_process(int(p)) for p in sys.argv[1:]]; print(render()[0].decode())"
+    render = (
+        "import sys; from telemetry.prometheus import forget_process, render; "
+        "[forget_process(int(pid)) for pid in sys.argv[1:]]; print(render()[0].decode())"
+    )
 
     def values(*forget: int) -> dict[str, float]:
         command = [sys.executable, "-c", render, *map(str, forget)]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from neuron.models import family_of
 from neuron.models.interface import CheckpointError
 from neuron.models.qwen3_vl.weights import Checkpoint
-from tests.neuron.models.gang import Gang, Seq, ThreadCollectives, Meeting
+from tests.neuron.models.gang import Gang, Meeting, Seq, ThreadCollectives
 from tests.neuron.models.reference import make_checkpoint, make_image
 
 
