@@ -13,11 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of every message: immutable, fields by name."""
-
-
-class SamplingParams(Message):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to draw tokens. The draw at a position depends on (seed, position) only."""
 
     max_tokens: int
@@ -39,7 +35,7 @@ class SamplingParams(Message):
     """None: none. k >= 0: the drawn token's log probability and those of the k likeliest tokens."""
 
 
-class MMItem(Message):
+class MMItem(msgspec.Struct, frozen=True, kw_only=True):
     """One image of a prompt."""
 
     mm_hash: str
@@ -53,7 +49,7 @@ class MMItem(Message):
     """(t, h, w) in patches, before merging."""
 
 
-class EngineRequest(Message):
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate."""
 
     request_id: str
@@ -72,7 +68,7 @@ class EngineRequest(Message):
     """W3C trace context headers."""
 
 
-class TokenLogprobs(Message):
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log probabilities at one output position."""
 
     token_id: int
@@ -84,7 +80,7 @@ class TokenLogprobs(Message):
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-class EngineOutput(Message):
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request, in order."""
 
     request_id: str
@@ -103,7 +99,7 @@ class EngineOutput(Message):
     """HTTP status for `error`: 400 for a request that can never be served, 429 when the engine is full."""
 
 
-class NewRequest(Message):
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that the ranks do not know, or whose state they must replace (it was preempted)."""
 
     request_id: str
@@ -117,7 +113,7 @@ class NewRequest(Message):
     mm_items: tuple[MMItem, ...] = ()
 
 
-class RunningRequest(Message):
+class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What changed for a request that the ranks know and that is scheduled in this step."""
 
     request_id: str
@@ -127,7 +123,7 @@ class RunningRequest(Message):
     num_computed_tokens: int = 0
 
 
-class SchedulerOutput(Message, tag="step"):
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """One step, the same bytes for every rank."""
 
     step_id: int
@@ -151,7 +147,7 @@ class SchedulerOutput(Message, tag="step"):
         return sum(self.num_scheduled_tokens.values())
 
 
-class WarmUp(Message, tag="warm_up"):
+class WarmUp(msgspec.Struct, frozen=True, kw_only=True, tag="warm_up"):
     """Run one graph once with padding alone; every rank gets the same sequence of them before the first step."""
 
     step_id: int
@@ -163,7 +159,7 @@ Command = SchedulerOutput | WarmUp
 """What travels to a rank."""
 
 
-class EncoderCacheOccupancy(Message):
+class EncoderCacheOccupancy(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of one rank's EncoderCacheBlocks: active + free + held = num_blocks - 1."""
 
     active_blocks: int
@@ -172,7 +168,7 @@ class EncoderCacheOccupancy(Message):
     active_real_tokens: int
 
 
-class RankOutput(Message):
+class RankOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's answer to one step."""
 
     step_id: int

@@ -67,7 +67,7 @@ class SocketChannel:
             except OSError as error:
                 raise RankFailure(rank, f"is gone: {error}") from error
         answers: dict[int, bytes] = {}
-        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        waiting: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -75,8 +75,8 @@ class SocketChannel:
                 raise RankFailure(
                     rank, f"did not answer within {timeout_s:g} s (waiting for {sorted(waiting.values())})"
                 )
-            for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[arg-type]
+            for answered in ready:
+                rank = waiting.pop(answered)
                 answers[rank] = self._receive(rank)
         return [answers[rank] for rank in range(self._world_size)]
 

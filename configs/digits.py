@@ -10,9 +10,9 @@ from __future__ import annotations
 import base64
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_DIGITS = 6
 MAX_IMAGES = 6
-MIN_CELL, MAX_CELL = 32, 64  # pixels, side of the square that one scan is drawn into
+CELLS = (64, 32)  # pixels, side of the square that one scan is drawn into: the first that fits
 
 # (width, height) in pixels. An image takes (width / 32) x (height / 32) embeddings, after rounding to multiples of 32.
 SMALL_SIZES = (
@@ -44,8 +44,8 @@ SIZES = SMALL_SIZES + MEDIUM_SIZES + LARGE_SIZES
 class Style:
     """How scenes are drawn; the default is how they are drawn for measuring.
 
-    augment: distort each scan and add noise (for training); jitter: 0 for digits as large as fits and centred, 1 for
-    varied size and place.
+    augment: distort each scan and add noise (for training); jitter: how much the digits differ in size and
+    place inside their cells, from 0 to 1.
     """
 
     augment: bool = False
@@ -155,7 +155,7 @@ def labels_of(scans: Sequence[int]) -> list[int]:
 
 def max_digits(size: tuple[int, int]) -> int:
     """How many digits fit side by side into an image of `size` (width, height)."""
-    return max(1, min(MAX_DIGITS, size[0] // MIN_CELL))
+    return max(1, min(MAX_DIGITS, size[0] // CELLS[-1]))
 
 
 def strip(scans: Sequence[int], size: tuple[int, int], rng: np.random.Generator, style: Style = PLAIN) -> Image.Image:
@@ -176,21 +176,18 @@ def strip(scans: Sequence[int], size: tuple[int, int], rng: np.random.Generator,
     if not 1 <= len(scans) <= max_digits(size):
         raise ValueError(f"{len(scans)} digits do not fit into {width}x{height}: 1 to {max_digits(size)} do")
     images, _ = load_scans()
-    largest = min(height, width / len(scans), MAX_CELL)
-    wide = style.jitter
-    cell = max(MIN_CELL, round(largest * rng.uniform(1 - 0.25 * wide, 1.0)))
-    pitch = min(cell * (1 + rng.uniform(-0.05, 0.25) * wide), (width - cell) / max(1, len(scans) - 1))
-    left = (width - cell - pitch * (len(scans) - 1)) * (0.5 + rng.uniform(-0.3, 0.3) * wide)
-    top = (height - cell) * (0.5 + rng.uniform(-0.25, 0.25) * wide)
+    cell = next((c for c in CELLS if c <= height and c * len(scans) <= width), CELLS[-1])
+    left, top = (32 * int(rng.integers(free // 32 + 1)) for free in (width - cell * len(scans), height - cell))
 
     ink = np.zeros((height, width), np.float32)
     for i, scan in enumerate(scans):
-        tile = Image.fromarray(images[scan]).resize((cell, cell), Image.Resampling.BICUBIC)
+        side = round(cell * (1 - rng.uniform(0, 0.15) * style.jitter))
+        tile = Image.fromarray(images[scan]).resize((side, side), Image.Resampling.BICUBIC)
         if style.augment:
             tile = _distort(tile, rng)
-        x = int(np.clip(left + i * pitch + cell * wide * rng.uniform(-0.04, 0.04), 0, width - cell))
-        y = int(np.clip(top + cell * wide * rng.uniform(-0.06, 0.06), 0, height - cell))
-        area = ink[y : y + cell, x : x + cell]
+        shift_x, shift_y = (int((cell - side) * (0.5 + rng.uniform(-0.5, 0.5) * style.jitter)) for _ in "xy")
+        x, y = left + i * cell + shift_x, top + shift_y
+        area = ink[y : y + side, x : x + side]
         np.maximum(area, np.asarray(tile, np.float32) / 255, out=area)
 
     paper, pen = rng.uniform(150, 255), rng.uniform(0, 90)
@@ -300,7 +297,7 @@ class Dialogue:
     - "And this one?" and "And the second one?" repeat the latest reading or counting question.
     """
 
-    def __init__(self, rng: np.random.Generator, new_scene):
+    def __init__(self, rng: np.random.Generator, new_scene: Callable[[], Scene]) -> None:
         self.rng = rng
         self.new_scene = new_scene
         self.scenes: list[Scene] = []
@@ -308,7 +305,7 @@ class Dialogue:
         self.verb: str | None = None  # "read" or "count", while a short follow-up may repeat it
         self.turns: list[Turn] = []
 
-    def pick(self, options: Sequence):
+    def pick(self, options: Sequence[Any]) -> Any:
         return options[int(self.rng.integers(len(options)))]
 
     def say(self, task: str, question: str, answer: str, scenes: Sequence[Scene] = (), verb: str | None = None) -> None:
@@ -343,7 +340,7 @@ class Dialogue:
         last = index == len(self.scenes) - 1 and self.rng.random() < 0.25
         verb = self.verb if short and self.verb else ("read" if self.rng.random() < 0.6 else "count")
         if short and self.verb:
-            phrases = ASK_SAME_OF_NTH
+            phrases: Sequence[str] = ASK_SAME_OF_NTH
         elif verb == "count":
             phrases = ASK_COUNT_NTH
         else:

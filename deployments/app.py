@@ -25,7 +25,7 @@ def build(args: EngineConfig) -> Application:
         "runtime_env": {"env_vars": prometheus.environment(args.telemetry.multiproc_dir)},
     }
     rank_bundle = {"CPU": plan.cpus_per_rank}
-    scheduler = serve.deployment(SchedulerDeployment).options(
+    scheduler = serve.deployment(
         name="Scheduler",
         ray_actor_options=actor_options,
         placement_group_bundles=[{"CPU": _REPLICA_CPUS}] + [rank_bundle] * args.parallel.world_size,
@@ -33,8 +33,8 @@ def build(args: EngineConfig) -> Application:
         max_ongoing_requests=4096,
         health_check_timeout_s=60,
         graceful_shutdown_timeout_s=10,
-    )
-    renderer = serve.deployment(serve.ingress()(RendererDeployment)).options(
+    )(SchedulerDeployment)
+    renderer = serve.deployment(
         name="Renderer", ray_actor_options=actor_options, max_ongoing_requests=4096, graceful_shutdown_timeout_s=10
-    )
+    )(serve.ingress()(RendererDeployment))
     return renderer.bind(args, scheduler.bind(args))

@@ -13,12 +13,12 @@ from typing import Any
 from telemetry.metrics import DEFINITIONS, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def environment(parent: str) -> dict[str, str]:
     """The variables that make processes share one new folder of metric files below `parent`."""
-    return {_VARIABLE: str(Path(parent) / uuid.uuid4().hex[:12])}
+    return {METRICS_VARIABLE: str(Path(parent) / uuid.uuid4().hex[:12])}
 
 
 def wipe_stale(parent: str) -> None:
@@ -31,7 +31,7 @@ def wipe_stale(parent: str) -> None:
 
 def forget_process(pid: int) -> None:
     """Drop a dead process's gauges, so that its replacement is not counted beside it. Its counters stay."""
-    for file in Path(os.environ[_VARIABLE]).glob(f"gauge_*_{pid}.db"):
+    for file in Path(os.environ[METRICS_VARIABLE]).glob(f"gauge_*_{pid}.db"):
         file.unlink(missing_ok=True)
 
 
@@ -39,8 +39,8 @@ class Recorder:
     """Where one process of the application counts. Create one per (model, engine) and process."""
 
     def __init__(self, model_name: str, engine: str) -> None:
-        if _VARIABLE in os.environ:
-            Path(os.environ[_VARIABLE]).mkdir(parents=True, exist_ok=True)
+        if METRICS_VARIABLE in os.environ:
+            Path(os.environ[METRICS_VARIABLE]).mkdir(parents=True, exist_ok=True)
         import prometheus_client
 
         self._base = {"model_name": model_name, "engine": engine}

@@ -22,7 +22,7 @@ CONCURRENCY = 12
 TINY = {
     "model": {"max_model_len": 768},
     "parallel": {"world_size": 1, "threads_per_rank": 2, "device": "cpu"},
-    "kv_cache": {"num_blocks": 56},
+    "kv_cache": {"block_size": 4, "num_blocks": 192},
     "encoder_cache": {"block_size": 16, "num_blocks": 11, "min_hold_time_ms": 2},
     "processor_cache": {"max_bytes": 4_000_000},
     "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_encoder_embeddings_per_step": 64},

@@ -27,7 +27,9 @@ def announce(model: str, timeout_s: float = 60.0) -> None:
     import httpx
     from ray.serve.context import _get_global_client
 
-    http = _get_global_client().http_config
+    client = _get_global_client()
+    assert client is not None, "a replica runs inside Serve"
+    http = client.http_config
     url = f"http://{http.host or '127.0.0.1'}:{http.port}"
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -60,7 +60,7 @@ class ProcessorCacheCounters:
 class RendererDeployment:
     """Waits for the engine in its constructor, so that the ingress is ready only when it can answer."""
 
-    async def __init__(self, config: EngineConfig, scheduler: Any) -> None:
+    async def __init__(self, config: EngineConfig, scheduler: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         import ray
 
         from deployments.renderer.checkpoint import load_checkpoint

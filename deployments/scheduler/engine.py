@@ -81,7 +81,11 @@ class Engine:
         """`submit` for asyncio: yields the request's outputs; closing the iterator early aborts the request."""
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
-        self.submit(request, lambda output: loop.call_soon_threadsafe(outputs.put_nowait, output))
+
+        def on_output(output: EngineOutput) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        self.submit(request, on_output)
         try:
             while True:
                 output = await outputs.get()

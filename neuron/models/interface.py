@@ -136,6 +136,10 @@ class Model(Protocol):
 
     config: ModelConfig
 
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's weights."""
+
     def encode(self, block: VisionBlock[torch.Tensor]) -> torch.Tensor:
         """Embeddings of one attention block, [P / merge_area, fat_dim]; rows of padding are finite."""
 
