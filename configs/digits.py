@@ -205,11 +205,11 @@ def _distort(tile: Image.Image, rng: np.random.Generator) -> Image.Image:
     from PIL import Image
 
     side = tile.size[0]
-    angle = np.deg2rad(np.clip(rng.normal(0, 7), -15, 15))
+    angle = np.deg2rad(np.clip(rng.normal(0, 6), -12, 12))
     rotate = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    shear = np.array([[1, rng.normal(0, 0.1)], [0, 1]])
-    inverse = rotate @ shear @ np.diag(rng.uniform(0.88, 1.15, 2))
-    offset = side / 2 - inverse @ np.full(2, side / 2) + side * rng.uniform(-0.06, 0.06, 2)
+    shear = np.array([[1, rng.normal(0, 0.08)], [0, 1]])
+    inverse = rotate @ shear @ np.diag(rng.uniform(0.95, 1.2, 2))
+    offset = side / 2 - inverse @ np.full(2, side / 2) + side * rng.uniform(-0.05, 0.05, 2)
     matrix = (*inverse[0], offset[0], *inverse[1], offset[1])
     return tile.transform(tile.size, Image.Transform.AFFINE, tuple(map(float, matrix)), Image.Resampling.BILINEAR)
 

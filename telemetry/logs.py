@@ -10,7 +10,8 @@ def configure() -> logging.Logger:
     """Set the logger up in this process; calling it again changes nothing."""
     logger = logging.getLogger(LOGGER_NAME)
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        # Serve may send a replica's sys.stderr to a file; this one is the process's own.
+        handler = logging.StreamHandler(sys.__stderr__)
         handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%H:%M:%S"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)

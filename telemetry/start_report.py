@@ -2,6 +2,8 @@
 
 import logging
 import os
+import sys
+from typing import Any
 
 from telemetry.logs import LOGGER_NAME
 
@@ -19,7 +21,7 @@ class StartReport:
         self.seconds: dict[str, float] = {}
         self._logger = logging.getLogger(LOGGER_NAME)
         self._bars = os.environ.get(VARIABLE) == "bar"
-        self._bar: object | None = None
+        self._bar: Any = None
 
     def __call__(self, stage: str, done: int, total: int, seconds: float) -> None:
         if self._bars:
@@ -31,9 +33,18 @@ class StartReport:
     def _draw(self, stage: str, done: int, total: int) -> None:
         from ray.experimental import tqdm_ray
 
+        # A bar's state travels to the driver as lines of the process's own standard output; in a replica, Serve
+        # replaces `print` with its logger.
+        tqdm_ray.print = _print_plainly  # type: ignore[attr-defined]
         if self._bar is None:
             self._bar = tqdm_ray.tqdm(desc=f"start: {_STAGES[stage]}", total=total, unit=_UNITS[stage])
-        self._bar.update(1)  # type: ignore[attr-defined]
+        self._bar.update(1)
         if done == total:
-            self._bar.close()  # type: ignore[attr-defined]
+            self._bar.close()
             self._bar = None
+
+
+def _print_plainly(*objects: object, end: str = "\n") -> None:
+    assert sys.__stdout__ is not None
+    sys.__stdout__.write(" ".join(map(str, objects)) + end)
+    sys.__stdout__.flush()

@@ -64,13 +64,15 @@ class Application:
             self._process = subprocess.Popen(
                 [str(Path(sys.executable).parent / "serve"), "run", str(self._config)],
                 cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                # A shell that runs this in the background has SIGINT ignored, and children inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )  # fmt: skip
         while True:
             if self._process.poll() is not None:
                 raise RuntimeError(f"serve run ended:\n{self.log.read_text()[-6000:]}")
-            if time.monotonic() - begin > 240:
+            if time.monotonic() - begin > 300:
                 self.__exit__()
-                raise TimeoutError(f"not ready within 240 s:\n{self.log.read_text()[-6000:]}")
+                raise TimeoutError(f"not ready within 300 s:\n{self.log.read_text()[-6000:]}")
             try:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     break
