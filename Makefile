@@ -4,7 +4,7 @@
 # make test-fast, make test-e2e, make lint, make format
 
 SHELL := /bin/bash
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= serve_config.yaml

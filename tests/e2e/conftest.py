@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.application import Application
+from tests.support.application import Application, free_port
 
 DEBUG = {"debug": {"rank_digest": True, "check_invariants": True}, "server": {"development_mode": True}}
 
@@ -18,7 +18,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
-    """The application of serve_config.yaml, started once for all tests."""
+    """The application of serve_config.yaml behind HAProxy, as `make serve` runs it, started once for all tests."""
     log = Path(tmp_path_factory.mktemp("sixteen")) / "serve.log"
-    with Application("serve_config.yaml", DEBUG, log) as application:
+    environment = {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+    }
+    with Application("serve_config.yaml", DEBUG, log, environment) as application:
+        yield application
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
+    """The application of configs/laptop.yaml behind Serve's own proxy, as plain `serve run` runs it."""
+    log = Path(tmp_path_factory.mktemp("one-rank")) / "serve.log"
+    with Application("configs/laptop.yaml", DEBUG, log) as application:
         yield application

@@ -94,6 +94,12 @@ class Application:
         self._folder.cleanup()
 
     @property
+    def pid(self) -> int:
+        """Of `serve run`, whose descendants are the whole application."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300, max_retries=0)
 
