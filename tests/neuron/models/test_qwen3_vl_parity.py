@@ -18,7 +18,8 @@ TOLERANCE = 1e-3
 WORLDS = (1, 4, 16)
 CHECKPOINTS = ("random", "two-kv-heads-untied", "demo")
 
-every_setup = pytest.mark.parametrize("setup", [(name, world) for name in CHECKPOINTS for world in WORLDS], ids=str)
+setups = [(name, world) for name in CHECKPOINTS for world in WORLDS] + [("random", 2), ("two-kv-heads-untied", 8)]
+every_setup = pytest.mark.parametrize("setup", setups, ids=str)
 every_world = pytest.mark.parametrize("setup", [*(("random", world) for world in WORLDS), ("demo", 1)], ids=str)
 
 
