@@ -6,11 +6,27 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.renderer.generation import close
 
 T = TypeVar("T")
+
+
+class ReceiveMiddleware:
+    """Where the server's `receive` fails, the client has left: Ray Serve's raises when it has cancelled the request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def receive_or_left() -> Message:
+            try:
+                return await receive()
+            except Exception:
+                return {"type": "http.disconnect"}
+
+        await self._app(scope, receive_or_left, send)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

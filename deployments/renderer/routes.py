@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from configs.engine import EngineConfig
 from deployments.renderer import protocol, responses
-from deployments.renderer.disconnect import EventStream, while_connected
+from deployments.renderer.disconnect import EventStream, ReceiveMiddleware, while_connected
 from deployments.renderer.engine_client import EngineUnavailableError
 from deployments.renderer.errors import APIError
 from deployments.renderer.serving import Renderer
@@ -31,6 +31,7 @@ PARSE_INLINE_BYTES = 1024**2
 def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable[[], tuple[bytes, str]]) -> FastAPI:
     """The application. `render_metrics` gives the body of /metrics and its content type; it runs in a worker thread."""
     api = FastAPI(title="trn-vision-serve", version=_version(), docs_url=None, redoc_url=None)
+    api.add_middleware(ReceiveMiddleware)
     _add_error_handlers(api)
 
     async def parsed(request: Request, model: type[B]) -> B:

@@ -116,41 +116,40 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self._take_messages():
+            stepped = True
+            while self._take_messages(wait=not stepped):
                 try:
-                    self._step()
+                    stepped = self._step()
                 except RankFailure as failure:
                     self._recover(failure)
+                    stepped = True
         except BaseException as error:
             logger.exception("engine stopped")
             self.failure = error
             self._fail_everything(error)
 
-    def _take_messages(self) -> bool:
-        """Run what was sent; wait for more while there is nothing to do. False: stop."""
+    def _take_messages(self, wait: bool) -> bool:
+        """Run what was sent; `wait`: for the first message, or until the scheduler may go on. False: stop."""
         while True:
             try:
-                message = self._inbox.get(block=not self._has_work(), timeout=self._idle_timeout())
+                message = self._inbox.get(block=wait, timeout=self._idle_timeout() if wait else None)
             except queue.Empty:
                 return True
             if message is None:
                 return False
             message()
-
-    def _has_work(self) -> bool:
-        return self._scheduler.has_unfinished_requests()
+            wait = False
 
     def _idle_timeout(self) -> float:
         wakeup = self._scheduler.next_wakeup()
         return IDLE_CHECK_S if wakeup is None else min(IDLE_CHECK_S, max(0.0, wakeup - time.monotonic()))
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Run the next step; False when there is nothing to do before a message comes or a hold window ends."""
         output = self._scheduler.schedule(time.monotonic())
         if output is None:
             self._gang.check()
-            if self._has_work():
-                time.sleep(0.0005)
-            return
+            return False
         answer = self._gang.step(output, *self._encoder_work(output))
         results = self._scheduler.update_from_output(output, answer.sampled)
         self._stats.record_step(self._scheduler)
@@ -158,6 +157,7 @@ class Engine:
             self._deliver(result)
         if self._check_invariants:
             self._scheduler.check_integrity()
+        return True
 
     def _encoder_work(self, output: SchedulerOutput) -> tuple[dict[str, Any], list[tuple[str, int]]]:
         """References to the pixels and (mm_hash, patches) of the images to encode, in the message's order."""

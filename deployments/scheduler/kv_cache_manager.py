@@ -33,9 +33,13 @@ class KVCacheManager:
         if not self._caching:
             return []
         extend_block_hashes(request, self.block_size)
-        limit = (request.num_tokens - 1) // self.block_size
+        limit = self._num_looked_up(request)
         hashes = request.block_hashes
         return self.pool.lookup(hashes if len(hashes) <= limit else hashes[:limit])
+
+    def _num_looked_up(self, request: Request) -> int:
+        """Full blocks of a request that may hit: all but one that ends with the last token."""
+        return (request.num_tokens - 1) // self.block_size
 
     def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks that the request lacks to hold its first `num_tokens` tokens."""
@@ -57,7 +61,7 @@ class KVCacheManager:
             request.prefix_counted = True
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             if self._caching:
-                self.prefix_queries += request.num_tokens // self.block_size * self.block_size
+                self.prefix_queries += self._num_looked_up(request) * self.block_size
                 self.prefix_hits += request.num_computed_tokens
 
     def allocate(self, request: Request, num_tokens: int) -> bool:

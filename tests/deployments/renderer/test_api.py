@@ -174,7 +174,9 @@ def test_length_and_stop_token(served: Served, tokenizer: PromptTokenizer):
 def with_logprobs(tokenizer: PromptTokenizer, text: str):
     def script(request: EngineRequest) -> list:
         steps: list = [
-            tokens(request, token, logprobs=(TokenLogprobs(token, -0.5, ((token, -0.5), (64, -1.5))),))
+            tokens(
+                request, token, logprobs=(TokenLogprobs(token_id=token, logprob=-0.5, top=((token, -0.5), (64, -1.5))),)
+            )
             for token in tokenizer.encode(text)
         ]
         return [*steps, finish(request)]
