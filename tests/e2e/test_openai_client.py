@@ -25,14 +25,16 @@ def greedy(client: openai.OpenAI, messages: list[dict], **options: object) -> st
 
 
 def test_it_reads_digits(sixteen: Application) -> None:
-    right = sum(
-        greedy(sixteen.client, question(labels, size, seed)) == " ".join(map(str, labels))
-        for seed, (labels, size) in enumerate(
-            [([7], (64, 64)), ([3, 1], (128, 64)), ([2, 0, 4], (224, 224)), ([5, 9, 6, 1], (448, 448)),
-             ([8, 3, 1, 7, 0, 2], (896, 448))]
-        )
-    )  # fmt: skip
-    assert right >= 4
+    """Position by position over held-out scans; the model card has the figures for many more."""
+    rng = np.random.default_rng(17)
+    right = asked = 0
+    for seed in range(24):
+        size = [(64, 64), (128, 64), (192, 64), (224, 224)][seed % 4]
+        labels = [int(label) for label in rng.integers(0, 10, int(rng.integers(1, digits.max_digits(size) + 1)))]
+        got = greedy(sixteen.client, question(labels, size, seed)).split()
+        right += sum(str(label) == read for label, read in zip(labels, got, strict=False))
+        asked += len(labels)
+    assert right / asked > 0.8
 
 
 def test_streaming_gives_the_same_tokens_and_usage(sixteen: Application) -> None:
