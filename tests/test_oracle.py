@@ -47,11 +47,15 @@ def conversations() -> list[digits.Conversation]:
     return made
 
 
-async def hold(conversation: digits.Conversation, ask: Callable[[list[dict]], Awaitable[str]]) -> list[str]:
-    """Every answer of a conversation, each turn seeing the answers before it."""
+async def hold(number: int, conversation: digits.Conversation, ask: Callable[..., Awaitable[str]]) -> list[str]:
+    """Every answer of a conversation, each turn seeing the answers before it.
+
+    Every second conversation goes on talking behind its answers: short ones alone would never run out of KV blocks.
+    """
+    length = {"max_tokens": 40, "min_tokens": 40} if number % 2 else {}
     answers: list[str] = []
     for turn in range(len(conversation.turns)):
-        answers.append(await ask(conversation.messages(turn, answers)))
+        answers.append(await ask(conversation.messages(turn, answers), **length))
     return answers
 
 
@@ -64,11 +68,11 @@ def test_no_answer_depends_on_caches_or_company() -> None:
     async def run_together() -> list[list[str]]:
         gate = asyncio.Semaphore(CONCURRENCY)
 
-        async def one(conversation: digits.Conversation) -> list[str]:
+        async def one(number: int, conversation: digits.Conversation) -> list[str]:
             async with gate:
-                return await hold(conversation, together.answer)
+                return await hold(number, conversation, together.answer)
 
-        return await asyncio.gather(*map(one, made))
+        return await asyncio.gather(*(one(number, conversation) for number, conversation in enumerate(made)))
 
     got = asyncio.run(run_together())
     together.close()
@@ -79,13 +83,13 @@ def test_no_answer_depends_on_caches_or_company() -> None:
 
     alone = Stack(parse_config(ALONE))
 
-    async def ask_alone(messages: list[dict]) -> str:
-        answer = await alone.answer(messages)
+    async def ask_alone(messages: list[dict], **length: int) -> str:
+        answer = await alone.answer(messages, **length)
         await alone.renderer.engine.reset_encoder_cache()
         return answer
 
     async def run_alone() -> list[list[str]]:
-        return [await hold(conversation, ask_alone) for conversation in made]
+        return [await hold(number, conversation, ask_alone) for number, conversation in enumerate(made)]
 
     expected = asyncio.run(run_alone())
     alone.close()

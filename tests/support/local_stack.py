@@ -120,9 +120,10 @@ class Stack:
         self.scheduler.take_stats = counting_take_stats  # type: ignore[method-assign]
         self.gang.step = counting_step  # type: ignore[method-assign]
 
-    async def answer(self, messages: list[dict[str, Any]], max_tokens: int = 24) -> str:
+    async def answer(self, messages: list[dict[str, Any]], max_tokens: int = 24, min_tokens: int = 0) -> str:
         """The greedy answer to a chat."""
         body = {"model": "digits-vl", "messages": messages, "temperature": 0, "max_tokens": max_tokens}
+        body["min_tokens"] = min_tokens
         response = await self.http.post("/v1/chat/completions", json=body)
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["message"]["content"]
