@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import numpy as np
 import psutil
@@ -19,7 +20,10 @@ def ranks(application: Application) -> list[psutil.Process]:
 
 
 def test_the_start_is_reported_stage_by_stage(one_rank: Application) -> None:
-    log = one_rank.log.read_text()
+    # The ready line comes once the application has answered through its proxy: not before the fixture may see that.
+    deadline = time.monotonic() + 30
+    while "ready: " not in (log := one_rank.log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.2)
     stages = ["plan: ", "start: gang placed", "start: weights loaded", "start: buckets warmed", "ready: "]
     positions = [log.index(stage) for stage in stages]
     assert positions == sorted(positions)

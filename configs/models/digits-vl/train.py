@@ -133,7 +133,7 @@ def pointing(rng: np.random.Generator) -> digits.Conversation:
 
     Sizes must differ: among equal ones, the model would learn positions instead of counting images.
     """
-    number = int(rng.choice([2, 3, 4, 5, 6], p=[0.25, 0.3, 0.25, 0.1, 0.1]))
+    number = int(rng.choice([2, 3, 4, 5, 6], p=[0.4, 0.3, 0.2, 0.05, 0.05]))
     style = digits.Style(augment=True)
     sizes = digits.SMALL_SIZES[:4] if rng.random() < 0.6 else digits.SMALL_SIZES + digits.MEDIUM_SIZES
     sizes = digits.SIZES if number < 4 and rng.random() < 0.1 else sizes
@@ -340,6 +340,7 @@ def main() -> None:
     parser.add_argument("--build", type=Path, default=FOLDER.parents[2] / "build" / "digits-vl", help="checkpoints")
     parser.add_argument("--out", type=Path, default=FOLDER, help="where the model goes")
     args = parser.parse_args()
+    args.build = args.build.resolve()
     args.build.mkdir(parents=True, exist_ok=True)
     (args.build / "rendezvous").unlink(missing_ok=True)
     torch.multiprocessing.spawn(work, (args,), nprocs=args.workers)
