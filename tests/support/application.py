@@ -70,9 +70,9 @@ class Application:
         while True:
             if self._process.poll() is not None:
                 raise RuntimeError(f"serve run ended:\n{self.log.read_text()[-6000:]}")
-            if time.monotonic() - begin > 300:
+            if time.monotonic() - begin > 240:
                 self.__exit__()
-                raise TimeoutError(f"not ready within 300 s:\n{self.log.read_text()[-6000:]}")
+                raise TimeoutError(f"not ready within 240 s:\n{self.log.read_text()[-6000:]}")
             try:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     break
