@@ -13,7 +13,7 @@ CONFIG ?= serve_config.yaml
 SERVE_ENV := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
              RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0
 
-.PHONY: install serve test test-fast test-e2e lint format clean
+.PHONY: install serve test test-fast test-e2e prometheus lint format clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -34,10 +34,17 @@ serve: $(VENV)/.installed
 
 test: test-fast test-e2e
 
-test-fast: $(VENV)/.installed-test
+# Debian's prometheus and promtool, which the tests run for real.
+prometheus:
+	@command -v promtool > /dev/null || { \
+	  test "$$(id -u)" = 0 || { echo "the tests need Prometheus: apt-get install prometheus"; exit 1; }; \
+	  apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends prometheus; \
+	  service prometheus stop > /dev/null 2>&1 || true; }
+
+test-fast: $(VENV)/.installed-test prometheus
 	$(BIN)/python -m pytest -m "not e2e"
 
-test-e2e: $(VENV)/.installed-test
+test-e2e: $(VENV)/.installed-test prometheus
 	$(BIN)/python -m pytest -m e2e
 
 lint: $(VENV)/.installed-test

@@ -66,6 +66,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     trace_context: dict[str, str] = msgspec.field(default_factory=dict)
     """W3C trace context headers."""
+    mm_cache_queries: int = 0
+    """Processor cache lookups made for it, in items; the Renderer exports them, the engine only logs them."""
+    mm_cache_hits: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +114,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: tuple[int, ...]
     sampling: SamplingParams
     mm_items: tuple[MMItem, ...] = ()
+    trace_context: dict[str, str] = msgspec.field(default_factory=dict)
+    """W3C trace context headers, of a request whose spans are recorded."""
 
 
 class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +140,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     running_requests: tuple[RunningRequest, ...] = ()
     num_scheduled_tokens: dict[str, int] = msgspec.field(default_factory=dict)
     """request id -> tokens computed in this step, in execution order."""
+    num_prefill_tokens: int = 0
+    """Those of them that lie within their request's prompt; the others are decode."""
     scheduled_encoder_inputs: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
     """request id -> indices into its mm_items to encode; a mm_hash appears once in a step."""
     free_encoder_mm_hashes: tuple[str, ...] = ()

@@ -4,9 +4,10 @@
 stand around encode. Time comes from the message's clock; nothing else may decide anything on a single rank.
 """
 
+import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,19 +24,37 @@ from actors.messages import (
 )
 from actors.pixels import PixelMailbox
 from actors.plan import EnginePlan
+from actors.rank_metrics import RankMetrics
 from actors.rank_request import RankRequest
-from actors.step_inputs import DecodeCall, PrefillCall, StepInputs
+from actors.stages import Stages
+from actors.step_inputs import Chunk, DecodeCall, PrefillCall, StepInputs
 from neuron.collectives import Collectives
 from neuron.encoder_cache_blocks import EncoderCacheBlocks
 from neuron.kv_blocks import KVBlocks
 from neuron.models import family_of
-from neuron.models.interface import MRopeItem, VisionBlock
+from neuron.models.interface import ImageInputs, MRopeItem, VisionBlock
 from neuron.sampler import SamplingRow, sample
-from neuron.vision_packing import PackedImage, pack
+from neuron.vision_packing import Round, pack
 from telemetry import metrics
-from telemetry.prometheus import Recorder
+from telemetry.probe import mm_cache_probe
+from telemetry.recorder import Recorder
+
+Grid = tuple[int, int, int]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """One execution of the encoder graph: a round, as this rank sees it."""
+
+    bucket_name: str
+    num_patches: int
+    """Of this rank's images, without padding."""
+    inputs: VisionBlock | None
+    """None: this rank has no image in the round."""
+    rows: torch.Tensor
+    """[world_size * num_rows] cache rows, scratch for padding."""
 
 
 class ModelRunner:
@@ -46,7 +65,6 @@ class ModelRunner:
         self._plan = plan
         self._collectives = collectives
         self._pixels = pixels
-        self._recorder = recorder
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._family = family_of(config.model.folder)
         self._model_config = self._family.load_config(config.model.folder)
@@ -73,9 +91,10 @@ class ModelRunner:
         self._scratch_row = (cache.num_blocks - 1) * cache.block_size
         self._inputs = StepInputs(plan, self.encoder_cache, self._embeddings)
         self._requests: dict[str, RankRequest] = {}
-        self._counters: dict[str, int] = {}
-        self._timings: dict[str, float] = {}
-        self._emit_metrics({})
+        self._metrics = RankMetrics(recorder, self._rank)
+        self._stages = Stages(reports=self._rank == 0)
+        self._probe = mm_cache_probe("device") if self._rank == 0 else None
+        self._metrics.emit(self._occupancy())
 
     @property
     def weight_bytes(self) -> int:
@@ -85,19 +104,28 @@ class ModelRunner:
     @torch.no_grad()
     def execute(self, output: SchedulerOutput) -> RankOutput:
         """Run one step. The order of the stages is the contract with the scheduler's accounting."""
-        self._counters, self._timings = {}, {}
         self._update_requests(output)
-        self._evict(output)
-        self._execute_mm_encoder(output)
-        sampled = self._forward(output)
-        self._emit_metrics(self._counters)
+        requests = [self._requests[request_id] for request_id in output.num_scheduled_tokens]
+        with self._stages.step(output, [request.trace for request in requests]):
+            with self._stages("preprocess"):
+                self._evict(output)
+                self._execute_mm_encoder(output)
+                calls = self._prepare(output)
+            with self._stages("forward"):
+                logits = [self._run(call) for call, _ in calls]
+            with self._stages("sample"):
+                sampled = self._sample([asked for _, asked in calls], logits)
+        for request_id, count in output.num_scheduled_tokens.items():
+            self._requests[request_id].num_computed_tokens += count
+        occupancy, counters = self._occupancy(), self._metrics.counters
+        self._metrics.emit(occupancy)
         return RankOutput(
             step_id=output.step_id,
             rank=self._rank,
             sampled=sampled,
-            occupancy=self._occupancy(),
-            counters=self._counters,
-            timings=self._timings,
+            occupancy=occupancy,
+            counters=counters,
+            timings=self._stages.seconds,
             digest=self._digest() if self._plan.config.debug.rank_digest else None,
         )
 
@@ -107,10 +135,11 @@ class ModelRunner:
         begin = time.monotonic()
         graph, _, size = command.bucket.partition("/")
         if graph == "encode":
-            self._encode_block(int(size), ())
+            num_rows = int(size) // self._model_config.merge_area
+            self._encode(_Encoding(command.bucket, 0, self._vision_block([], int(size)), self._scratch_rows(num_rows)))
         else:
             rows, context = map(int, size.split("x"))
-            self._run(self._inputs.padding(graph, rows, context))
+            self._graph(self._inputs.padding(graph, rows, context))
         return RankOutput(step_id=command.step_id, rank=self._rank, timings={command.bucket: time.monotonic() - begin})
 
     # Stages
@@ -131,123 +160,123 @@ class ModelRunner:
     def _evict(self, output: SchedulerOutput) -> None:
         self.encoder_cache.advance(output.clock)
         freed = sum(self.encoder_cache.free(mm_hash, output.clock) for mm_hash in output.free_encoder_mm_hashes)
-        self._count(metrics.DEVICE_ENCODER_CACHE_EVICTIONS, freed)
+        self._metrics.count(metrics.DEVICE_ENCODER_CACHE_EVICTIONS, freed)
 
     def _execute_mm_encoder(self, output: SchedulerOutput) -> None:
         """Encode the scheduled images that are absent, each rank its blocks, and store every rank's columns."""
-        items = [
-            self._requests[request_id].mm_items[index]
+        scheduled = [
+            (request_id, self._requests[request_id].mm_items[index])
             for request_id, indices in output.scheduled_encoder_inputs.items()
             for index in indices
         ]
-        if not items:
+        if not scheduled:
             return
-        absent = [item for item in items if not self.encoder_cache.contains(item.mm_hash)]
-        self._count(metrics.DEVICE_ENCODER_CACHE_QUERIES, len(items))
-        self._count(metrics.DEVICE_ENCODER_CACHE_MISSES, len(absent))
-        for item in absent:
+        absent = {item.mm_hash: item for _, item in scheduled if not self.encoder_cache.contains(item.mm_hash)}
+        self._metrics.count(metrics.DEVICE_ENCODER_CACHE_QUERIES, len(scheduled))
+        self._metrics.count(metrics.DEVICE_ENCODER_CACHE_MISSES, len(absent))
+        if self._probe:
+            for request_id, item in scheduled:
+                self._probe(item.mm_hash not in absent, item.mm_hash, request_id)
+        for item in absent.values():
             self.encoder_cache.allocate(item.mm_hash, item.num_embeddings)
-        by_hash = {item.mm_hash: item for item in items}
-        patches = [(item.mm_hash, item.grid[0] * item.grid[1] * item.grid[2]) for item in items]
-        absent_hashes = {item.mm_hash for item in absent}
-        with self._timed("encode"):
-            # Packed over all items, as the scheduler's side packed them to send the pixels.
-            for vision_round in pack(
-                patches, self._plan.vision_patches, self._world_size, self._model_config.merge_area
-            ):
-                rows = torch.full((self._world_size * vision_round.num_rows,), self._scratch_row, dtype=torch.int64)
-                for rank, block in enumerate(vision_round.blocks):
-                    for image in block:
-                        if image.mm_hash in absent_hashes:
-                            first = rank * vision_round.num_rows + image.row_offset
-                            rows[first : first + image.num_rows] = torch.tensor(self.encoder_cache.rows(image.mm_hash))
-                self._encode_block(vision_round.num_patches, vision_round.blocks[self._rank], by_hash, rows)
-        for item in absent:
-            self.encoder_cache.mark_written(item.mm_hash, output.clock)
+        # Packed over all items, as the scheduler's side packed them to send the pixels.
+        items = {item.mm_hash: item for _, item in scheduled}
+        patches = [(item.mm_hash, math.prod(item.grid)) for item in items.values()]
+        rounds = pack(patches, self._plan.vision_patches, self._world_size, self._model_config.merge_area)
+        encodings = [self._encoding(each, items, absent) for each in rounds]
+        if absent:
+            with self._stages("vit_forward"):
+                for encoding in encodings:
+                    self._encode(encoding)
+        for mm_hash in absent:
+            self.encoder_cache.mark_written(mm_hash, output.clock)
 
-    def _encode_block(
-        self,
-        num_patches: int,
-        block: Sequence[PackedImage],
-        items: dict[str, MMItem] | None = None,
-        rows: torch.Tensor | None = None,
-    ) -> None:
-        """Encode this rank's block of a round, or zeros if it has none, and exchange the round's embeddings.
+    def _encoding(self, vision_round: Round, items: Mapping[str, MMItem], absent: Collection[str]) -> _Encoding:
+        """A round's inputs on this rank: its own images, and the cache rows of every rank's absent ones."""
+        rows = self._scratch_rows(vision_round.num_rows)
+        for rank, block in enumerate(vision_round.blocks):
+            for image in block:
+                if image.mm_hash in absent:
+                    first = rank * vision_round.num_rows + image.row_offset
+                    rows[first : first + image.num_rows] = torch.tensor(self.encoder_cache.rows(image.mm_hash))
+        timeout = self._plan.config.parallel.collective_timeout_s
+        mine = vision_round.blocks[self._rank]
+        images = [(self._pixels.take(image.mm_hash, timeout), items[image.mm_hash].grid) for image in mine]
+        inputs = self._vision_block(images, vision_round.num_patches) if mine else None
+        used = sum(image.num_patches for image in mine)
+        return _Encoding(f"encode/{vision_round.num_patches}", used, inputs, rows)
 
-        Without `rows` (the warm-up) the encoder runs on padding and everything goes to scratch.
-        """
-        num_rows = num_patches // self._model_config.merge_area
-        if block or rows is None:
-            images = [
-                (
-                    self._pixels.take(image.mm_hash, self._plan.config.parallel.collective_timeout_s),
-                    items[image.mm_hash].grid,
-                )
-                for image in block
-                if items is not None
-            ]
-            prepared = self._family.prepare_vision_block(self._model_config, images, num_patches)
-            embeddings = self._model.encode(VisionBlock(*map(torch.from_numpy, prepared)))
+    def _vision_block(self, images: Sequence[tuple[np.ndarray, Grid]], num_patches: int) -> VisionBlock:
+        prepared = self._family.prepare_vision_block(self._model_config, images, num_patches)
+        return VisionBlock(*map(torch.from_numpy, prepared))
+
+    def _scratch_rows(self, num_rows: int) -> torch.Tensor:
+        """[world_size * num_rows]: an exchange of which nothing is kept."""
+        return torch.full((self._world_size * num_rows,), self._scratch_row, dtype=torch.int64)
+
+    def _encode(self, encoding: _Encoding) -> None:
+        """Encode this rank's block, or take zeros if it has none, and exchange the round's embeddings."""
+        if encoding.inputs is not None:
+            embeddings = self._model.encode(encoding.inputs)
         else:
+            num_rows = len(encoding.rows) // self._world_size
             embeddings = torch.zeros(num_rows, self._model_config.fat_dim, dtype=self._embeddings.dtype)
-        if rows is None:
-            rows = torch.full((self._world_size * num_rows,), self._scratch_row, dtype=torch.int64)
-        self._model.write_embeddings(embeddings, self._embeddings, rows)
+        self._model.write_embeddings(embeddings, self._embeddings, encoding.rows)
+        if encoding.num_patches:
+            self._metrics.executed(encoding.bucket_name, None, encoding.num_patches)
 
-    def _forward(self, output: SchedulerOutput) -> dict[str, TokenLogprobs]:
-        """Run the step's graphs and sample where a request's last known token was computed."""
+    def _prepare(self, output: SchedulerOutput) -> list[tuple[PrefillCall | DecodeCall, Sequence[RankRequest]]]:
+        """The step's graph calls, each with the requests that rows of its logits belong to, in order."""
         chunks = [(self._requests[request_id], count) for request_id, count in output.num_scheduled_tokens.items()]
         if not chunks:
-            return {}
-        sampled: dict[str, TokenLogprobs] = {}
+            return []
         if output.phase == "decode":
-            decode = self._inputs.decode([request for request, _ in chunks])
-            sampled.update(self._sample([request for request, _ in chunks], self._run(decode)))
-        else:
-            for group in self._inputs.split(chunks):
-                prefill = self._inputs.prefill(group)
-                sampled.update(self._sample(prefill.sampled, self._run(prefill)))
-        for request, count in chunks:
-            request.num_computed_tokens += count
-        return sampled
+            requests = [request for request, _ in chunks]
+            with self._stages("prepare_mm_inputs"):
+                return [(self._inputs.decode(requests), requests)]
+        calls: list[tuple[PrefillCall | DecodeCall, Sequence[RankRequest]]] = []
+        for group in self._inputs.split(chunks):
+            images = self._gather_mm_embeddings(group)
+            with self._stages("prepare_mm_inputs"):
+                prefill = self._inputs.prefill(group, images)
+            calls.append((prefill, prefill.sampled))
+        return calls
+
+    def _gather_mm_embeddings(self, chunks: Sequence[Chunk]) -> ImageInputs | None:
+        """The rows of the encoder cache that the chunks' image tokens take; the prefill graph reads them there."""
+        with self._stages("gather_mm_embeddings"):
+            return self._inputs.images(chunks)
 
     def _run(self, call: PrefillCall | DecodeCall) -> torch.Tensor:
         """Logits [rows, vocab_size] float32."""
-        with self._timed("forward"):
-            if isinstance(call, DecodeCall):
-                return self._model.decode(self._kv, call.inputs)
-            return self._model.prefill(self._kv, call.inputs, call.images)
+        self._metrics.executed(
+            call.bucket_name, call.num_tokens if isinstance(call, DecodeCall) else None, call.num_tokens
+        )
+        return self._graph(call)
 
-    def _sample(self, requests: Sequence[RankRequest], logits: torch.Tensor) -> dict[str, TokenLogprobs]:
-        """Rank 0 draws; the scheduler's next message tells the others."""
-        if self._rank != 0 or not requests:
-            return {}
-        with self._timed("sample"):
-            rows = [
-                SamplingRow(
-                    params=request.sampling,
-                    position=len(request.token_ids),
-                    prompt_token_ids=np.asarray(request.token_ids[: request.num_prompt_tokens], np.int64),
-                    output_token_ids=np.asarray(request.token_ids[request.num_prompt_tokens :], np.int64),
+    def _graph(self, call: PrefillCall | DecodeCall) -> torch.Tensor:
+        if isinstance(call, DecodeCall):
+            return self._model.decode(self._kv, call.inputs)
+        return self._model.prefill(self._kv, call.inputs, call.images)
+
+    def _sample(
+        self, asked: Sequence[Sequence[RankRequest]], logits: Sequence[torch.Tensor]
+    ) -> dict[str, TokenLogprobs]:
+        """Rank 0 draws, for the requests whose last known token was computed; the next message tells the others."""
+        sampled: dict[str, TokenLogprobs] = {}
+        if self._rank != 0:
+            return sampled
+        for requests, rows in zip(asked, logits, strict=True):
+            if not requests:
+                continue
+            tokens = sample(rows[: len(requests)], [_sampling_row(request) for request in requests])
+            for request, token in zip(requests, tokens, strict=True):
+                sampled[request.request_id] = TokenLogprobs(
+                    token_id=token.token_id, logprob=token.logprob, top=token.top
                 )
-                for request in requests
-            ]
-            tokens = sample(logits[: len(rows)], rows)
-        return {
-            request.request_id: TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=token.top)
-            for request, token in zip(requests, tokens, strict=True)
-        }
+        return sampled
 
     # Bookkeeping
-
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        self._timings[stage] = self._timings.get(stage, 0.0) + time.monotonic() - begin
-
-    def _count(self, metric: metrics.Metric, amount: int) -> None:
-        self._counters[metric.name] = self._counters.get(metric.name, 0) + amount
 
     def _occupancy(self) -> EncoderCacheOccupancy:
         cache = self.encoder_cache
@@ -258,24 +287,6 @@ class ModelRunner:
             active_real_tokens=cache.num_active_real_tokens,
         )
 
-    def _emit_metrics(self, counters: dict[str, int]) -> None:
-        """Once per step, after evictions and allocations: gauges from every rank, counters from rank 0."""
-        occupancy = self._occupancy()
-        for gauge, value in (
-            (metrics.DEVICE_ENCODER_CACHE_ACTIVE_BLOCKS, occupancy.active_blocks),
-            (metrics.DEVICE_ENCODER_CACHE_FREE_BLOCKS, occupancy.free_blocks),
-            (metrics.DEVICE_ENCODER_CACHE_HELD_BLOCKS, occupancy.held_blocks),
-            (metrics.DEVICE_ENCODER_CACHE_ACTIVE_REAL_TOKENS, occupancy.active_real_tokens),
-        ):
-            self._recorder.set(gauge, value)
-        if self._rank == 0:
-            for counter in (
-                metrics.DEVICE_ENCODER_CACHE_QUERIES,
-                metrics.DEVICE_ENCODER_CACHE_MISSES,
-                metrics.DEVICE_ENCODER_CACHE_EVICTIONS,
-            ):
-                self._recorder.add(counter, counters.get(counter.name, 0))
-
     def _digest(self) -> str:
         """Of everything that must be equal on all ranks after a step."""
         hasher = blake3(self.encoder_cache.digest().encode())
@@ -283,3 +294,12 @@ class ModelRunner:
             known = (request_id, request.token_ids, request.num_computed_tokens, request.block_ids)
             hasher.update(repr(known).encode())
         return hasher.hexdigest(length=8)
+
+
+def _sampling_row(request: RankRequest) -> SamplingRow:
+    return SamplingRow(
+        params=request.sampling,
+        position=len(request.token_ids),
+        prompt_token_ids=np.asarray(request.token_ids[: request.num_prompt_tokens], np.int64),
+        output_token_ids=np.asarray(request.token_ids[request.num_prompt_tokens :], np.int64),
+    )

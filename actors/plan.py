@@ -120,6 +120,11 @@ def _check(plan: EnginePlan) -> None:
         )
 
 
+def bucket_size(name: str) -> int:
+    """Tokens, sequences or patches that a bucket of `EnginePlan.bucket_names` holds."""
+    return int(name.partition("/")[2].partition("x")[0])
+
+
 def _ladder(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
     """smallest, smallest * factor, ... below `largest`, then `largest`."""
     sizes = []

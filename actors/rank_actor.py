@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 class RankActor:
     """One SPMD rank. Wrapped by `ray.remote` in RankGroup; its methods run on the threads of a threaded actor."""
 
-    def __init__(self, rank: int, plan: EnginePlan, engine: str) -> None:
+    def __init__(self, rank: int, plan: EnginePlan, engine: str, ray_tags: dict[str, str]) -> None:
+        """`ray_tags`: deployment and replica that this rank's metrics are tagged with in Ray."""
         self.rank = rank
         self.plan = plan
         self.engine = engine
+        self.ray_tags = ray_tags
         self.pixels = PixelMailbox()
         self.runner: ModelRunner | None = None
         self._decoder = msgspec.msgpack.Decoder(Command)
@@ -40,15 +42,19 @@ class RankActor:
 
         from actors.model_runner import ModelRunner
         from neuron.collectives import create_collectives
-        from telemetry.prometheus import Recorder
+        from telemetry import logs, spans
+        from telemetry.recorder import create_recorder
 
         begin = time.monotonic()
-        parallel = self.plan.config.parallel
+        config, parallel = self.plan.config, self.plan.config.parallel
+        logs.configure()
+        if self.rank == 0:
+            spans.configure(f"rank {self.rank}", config.telemetry.spans_file)
         torch.set_num_threads(parallel.threads_per_rank)
         joined = create_collectives(
             collectives, self.rank, parallel.world_size, rendezvous, parallel.collective_timeout_s
         )
-        recorder = Recorder(self.plan.config.model.name, self.engine)
+        recorder = create_recorder(config.model, self.engine, self.ray_tags | {"rank": str(self.rank)})
         self.runner = ModelRunner(self.plan, joined, self.pixels, recorder)
         return {"seconds": time.monotonic() - begin, "bytes": float(self.runner.weight_bytes)}
 

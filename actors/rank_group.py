@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from actors.plan import EnginePlan
 from actors.rank_actor import RankActor
 from actors.step_channel import ActorCallChannel, RankFailure, SocketChannel, StepChannel
 from neuron.vision_packing import pack
+from telemetry import probe, spans
 from telemetry.prometheus import METRICS_VARIABLE, forget_process
 
 logger = logging.getLogger("trn_vision_serve")
@@ -37,7 +39,19 @@ def _environment() -> dict[str, str]:
         "MALLOC_TRIM_THRESHOLD_": str(2**30),
         "MALLOC_MMAP_THRESHOLD_": str(2**30),
     }
-    return variables | {name: os.environ[name] for name in (METRICS_VARIABLE,) if name in os.environ}
+    inherited = {name: os.environ[name] for name in (METRICS_VARIABLE,) if name in os.environ}
+    return variables | inherited | probe.environment() | spans.environment()
+
+
+@dataclass
+class StartFigures:
+    """What the latest start of a gang took."""
+
+    load_seconds: float = 0.0
+    load_bytes: float = 0.0
+    """Weights, summed over ranks."""
+    compile_seconds: dict[str, float] = field(default_factory=dict)
+    """Bucket -> seconds of its graph's first execution on rank 0."""
 
 
 class RankGroup:
@@ -47,7 +61,12 @@ class RankGroup:
     """
 
     def __init__(
-        self, plan: EnginePlan, report: Report, engine: str = "0", placement_group: PlacementGroup | None = None
+        self,
+        plan: EnginePlan,
+        report: Report,
+        engine: str = "0",
+        placement_group: PlacementGroup | None = None,
+        ray_tags: Mapping[str, str] | None = None,
     ) -> None:
         self.plan = plan
         self.config = plan.config
@@ -55,6 +74,8 @@ class RankGroup:
         self._report = report
         self._engine = engine
         self._placement_group = placement_group
+        self._ray_tags = dict(ray_tags or {})
+        self.start_figures = StartFigures()
         self._actors: list[Any] = []
         self._pids: list[int] = []
         self._channel: StepChannel | None = None
@@ -98,7 +119,7 @@ class RankGroup:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                     self._placement_group, placement_group_bundle_index=rank + 1
                 )
-            self._actors.append(remote.options(**options).remote(rank, self.plan, self._engine))
+            self._actors.append(remote.options(**options).remote(rank, self.plan, self._engine, self._ray_tags))
         places = self._gather("placed", [actor.describe.remote() for actor in self._actors], begin)
         self._pids = [place["pid"] for place in places]
         return [place["node"] for place in places]
@@ -111,7 +132,9 @@ class RankGroup:
         if collectives == "auto":
             collectives = "shared_memory" if local else "gloo"
         rendezvous = self._rendezvous(collectives)
-        self._gather("loaded", [actor.load.remote(collectives, rendezvous) for actor in self._actors], begin)
+        loaded = self._gather("loaded", [actor.load.remote(collectives, rendezvous) for actor in self._actors], begin)
+        self.start_figures.load_seconds = time.monotonic() - begin
+        self.start_figures.load_bytes = sum(rank["bytes"] for rank in loaded)
         if parallel.step_channel == "socket" or (parallel.step_channel == "auto" and local):
             channel = SocketChannel(self.world_size)
             for actor in self._actors:
@@ -145,7 +168,8 @@ class RankGroup:
         begin = time.monotonic()
         buckets = self.plan.bucket_names()
         for index, bucket in enumerate(buckets, start=1):
-            self._exchange(WarmUp(step_id=-index, bucket=bucket))
+            answers = self._exchange(WarmUp(step_id=-index, bucket=bucket))
+            self.start_figures.compile_seconds[bucket] = answers[0].timings[bucket]
             self._report("warmed", index, len(buckets), time.monotonic() - begin)
 
     # Steps

@@ -22,6 +22,8 @@ class PrefillCall(NamedTuple):
     """One execution of the prefill graph."""
 
     bucket_name: str
+    num_tokens: int
+    """Without padding."""
     inputs: PrefillInputs
     images: ImageInputs | None
     sampled: list[RankRequest]
@@ -32,6 +34,8 @@ class DecodeCall(NamedTuple):
     """One execution of the decode graph; row i of the logits is the i-th request's."""
 
     bucket_name: str
+    num_tokens: int
+    """Without padding: one per sequence."""
     inputs: DecodeInputs
 
 
@@ -62,15 +66,27 @@ class StepInputs:
             room_context -= context
         return groups
 
-    def prefill(self, chunks: Sequence[Chunk]) -> PrefillCall:
-        """Pack the chunks flat; see PrefillInputs for shapes."""
+    def images(self, chunks: Sequence[Chunk]) -> ImageInputs | None:
+        """Where the chunks' image tokens lie in the encoder cache; None when they have none."""
+        padded_tokens = bucket(self._plan.prefill_tokens, sum(count for _, count in chunks))
+        embed_rows = np.full(padded_tokens, self._scratch_row, np.int64)
+        is_image = np.zeros(padded_tokens, bool)
+        at = 0
+        for request, count in chunks:
+            start, here = request.num_computed_tokens, slice(at, at + count)
+            self._mark_images(request, start, start + count, embed_rows[here], is_image[here])
+            at += count
+        if not is_image.any():
+            return None
+        return ImageInputs(self._encoder_cache, torch.from_numpy(embed_rows), torch.from_numpy(is_image))
+
+    def prefill(self, chunks: Sequence[Chunk], images: ImageInputs | None) -> PrefillCall:
+        """Pack the chunks flat; see PrefillInputs for shapes. `images`: of the same chunks."""
         tokens = sum(count for _, count in chunks)
         context = sum(request.num_computed_tokens + count for request, count in chunks)
         padded_tokens = bucket(self._plan.prefill_tokens, tokens)
         padded_context = bucket(self._plan.context_tokens, max(context, padded_tokens))
         arrays = self._empty_prefill(padded_tokens, padded_context)
-        embed_rows = np.full(padded_tokens, self._scratch_row, np.int64)
-        is_image = np.zeros(padded_tokens, bool)
         sampled: list[RankRequest] = []
         at, context_at = 0, 0
         for seq, (request, count) in enumerate(chunks):
@@ -85,17 +101,13 @@ class StepInputs:
             arrays["context_slots"][there] = slots
             arrays["context_seq"][there] = seq
             arrays["context_pos"][there] = np.arange(stop)
-            self._mark_images(request, start, stop, embed_rows[here], is_image[here])
             if stop == len(request.token_ids):
                 arrays["logits_index"][len(sampled)] = at + count - 1
                 sampled.append(request)
             at, context_at = at + count, context_at + stop
         inputs = PrefillInputs(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-        images = None
-        if is_image.any():
-            images = ImageInputs(self._encoder_cache, torch.from_numpy(embed_rows), torch.from_numpy(is_image))
         graph = "prefill_images" if images is not None else "prefill"
-        return PrefillCall(f"{graph}/{padded_tokens}x{padded_context}", inputs, images, sampled)
+        return PrefillCall(f"{graph}/{padded_tokens}x{padded_context}", tokens, inputs, images, sampled)
 
     def _mark_images(
         self, request: RankRequest, start: int, stop: int, embed_rows: np.ndarray, is_image: np.ndarray
@@ -123,7 +135,7 @@ class StepInputs:
             arrays["block_tables"][row, :used] = request.block_ids[:used]
             arrays["context_lens"][row] = position + 1
         inputs = DecodeInputs(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-        return DecodeCall(f"decode/{seqs}x{context}", inputs)
+        return DecodeCall(f"decode/{seqs}x{context}", len(requests), inputs)
 
     def padding(self, graph: str, rows: int, context: int) -> PrefillCall | DecodeCall:
         """Inputs of a graph that hold one token in scratch space and padding, for the warm-up."""
@@ -131,7 +143,7 @@ class StepInputs:
         if graph == "decode":
             arrays = self._empty_decode(rows, context)
             arrays["context_lens"][0] = 1
-            return DecodeCall(name, DecodeInputs(**{key: torch.from_numpy(array) for key, array in arrays.items()}))
+            return DecodeCall(name, 0, DecodeInputs(**{key: torch.from_numpy(array) for key, array in arrays.items()}))
         arrays = self._empty_prefill(rows, context)
         arrays["query_seq"][0] = arrays["context_seq"][0] = 0
         inputs = PrefillInputs(**{key: torch.from_numpy(array) for key, array in arrays.items()})
@@ -139,7 +151,7 @@ class StepInputs:
         if graph == "prefill_images":
             scratch = torch.full((rows,), self._scratch_row, dtype=torch.int64)
             images = ImageInputs(self._encoder_cache, scratch, torch.zeros(rows, dtype=torch.bool))
-        return PrefillCall(name, inputs, images, [])
+        return PrefillCall(name, 0, inputs, images, [])
 
     def _empty_prefill(self, tokens: int, context: int) -> dict[str, np.ndarray]:
         return {

@@ -131,6 +131,9 @@ class TelemetrySettings(Settings):
     multiproc_dir: str = "/tmp/trn-vision-serve/metrics"
     """Folder of this node's metric files; one application per node and folder. Wiped at start."""
     stats_interval_s: float = Field(10.0, gt=0)
+    """Seconds between two lines of an engine's statistics while it works."""
+    spans_file: str | None = None
+    """A file that gets every span as a line of JSON. Over OTLP they go with OTEL_EXPORTER_OTLP_ENDPOINT."""
 
 
 class EngineConfig(Settings):

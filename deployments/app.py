@@ -7,7 +7,7 @@ from actors.plan import make_plan
 from configs.engine import EngineConfig
 from deployments.renderer.deployment import RendererDeployment
 from deployments.scheduler.deployment import SchedulerDeployment
-from telemetry import prometheus
+from telemetry import probe, prometheus, spans
 
 _REPLICA_CPUS = 0.1
 """Ray CPUs that each replica's process reserves."""
@@ -20,10 +20,8 @@ def build(args: EngineConfig) -> Application:
     neuron_cores = int(ray.cluster_resources().get("neuron_cores", 0)) if ray.is_initialized() else 0
     plan = make_plan(args, neuron_cores)
     prometheus.wipe_stale(args.telemetry.multiproc_dir)
-    actor_options = {
-        "num_cpus": _REPLICA_CPUS,
-        "runtime_env": {"env_vars": prometheus.environment(args.telemetry.multiproc_dir)},
-    }
+    variables = prometheus.environment(args.telemetry.multiproc_dir) | probe.environment() | spans.environment()
+    actor_options = {"num_cpus": _REPLICA_CPUS, "runtime_env": {"env_vars": variables}}
     rank_bundle = {"CPU": plan.cpus_per_rank}
     scheduler = serve.deployment(
         name="Scheduler",

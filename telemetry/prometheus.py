@@ -7,6 +7,7 @@ process of the application before it starts, and prometheus_client is imported i
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,39 +36,48 @@ def forget_process(pid: int) -> None:
         file.unlink(missing_ok=True)
 
 
-class Recorder:
-    """Where one process of the application counts. Create one per (model, engine) and process."""
+class PrometheusExporter:
+    """One process's files. `common`: the labels of every metric, model_name and engine. Create one per process."""
 
-    def __init__(self, model_name: str, engine: str) -> None:
+    def __init__(self, common: Mapping[str, str], max_model_len: int) -> None:
         if METRICS_VARIABLE in os.environ:
             Path(os.environ[METRICS_VARIABLE]).mkdir(parents=True, exist_ok=True)
         import prometheus_client
 
-        self._base = {"model_name": model_name, "engine": engine}
-        self._registry = prometheus_client.CollectorRegistry()
+        registry = prometheus_client.CollectorRegistry()
+        self._common = dict(common)
         self._metrics: dict[str, Any] = {}
+        self._children: dict[tuple[str, ...], Any] = {}
         for definition in DEFINITIONS:
-            labels = ("model_name", "engine", *definition.labels)
+            options: dict[str, Any] = {
+                "name": definition.name,
+                "documentation": definition.documentation,
+                "labelnames": (*common, *definition.labels),
+                "registry": registry,
+            }
             if definition.kind == "counter":
-                metric: Any = prometheus_client.Counter(
-                    definition.name, definition.documentation, labels, registry=self._registry
-                )
+                metric: Any = prometheus_client.Counter(**options)
+            elif definition.kind == "gauge":
+                metric = prometheus_client.Gauge(**options, multiprocess_mode="sum")
             else:
-                metric = prometheus_client.Gauge(
-                    definition.name, definition.documentation, labels, registry=self._registry, multiprocess_mode="sum"
-                )
+                metric = prometheus_client.Histogram(**options, buckets=definition.boundaries(max_model_len))
             self._metrics[definition.name] = metric
 
-    def _child(self, metric: Metric, labels: dict[str, str]) -> Any:
-        return self._metrics[metric.name].labels(**self._base, **labels)
+    def _child(self, metric: Metric, labels: Mapping[str, str]) -> Any:
+        key = (metric.name, *labels.values())
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = self._metrics[metric.name].labels(**self._common, **labels)
+        return child
 
-    def add(self, metric: Metric, amount: float = 1, **labels: str) -> None:
-        """Move a counter up by `amount`; 0 makes it appear."""
+    def add(self, metric: Metric, amount: float, labels: Mapping[str, str]) -> None:
         self._child(metric, labels).inc(amount)
 
-    def set(self, metric: Metric, value: float, **labels: str) -> None:
-        """Set this process's share of a gauge; the exported value is the sum over the living processes."""
+    def set(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
         self._child(metric, labels).set(value)
+
+    def observe(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
+        self._child(metric, labels).observe(value)
 
 
 def render() -> tuple[bytes, str]:

@@ -9,6 +9,7 @@ from deployments.renderer.errors import APIError
 from deployments.renderer.processor_cache import CachedImage
 from deployments.renderer.protocol import ImagePart, Message
 from deployments.renderer.tokenizer import PromptTokenizer, Quotes
+from telemetry import spans
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,12 @@ class PromptBuilder:
         self._template_globals = dict(checkpoint.tokenizer.special_tokens_map)
 
     def encode_messages(
-        self, messages: list[Message], *, add_generation_prompt: bool = True, continue_final_message: bool = False
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        trace: spans.Context = None,
     ) -> list[int]:
         """Token ids, with one placeholder token per image. Slow for long conversations."""
         from jinja2.exceptions import TemplateError
@@ -73,20 +79,22 @@ class PromptBuilder:
         quotes = Quotes(self._tokenizer.special_ids)
         conversation = [_for_template(message, quotes) for message in messages]
         try:
-            rendered: Any = render_jinja_template(
-                [conversation],
-                chat_template=self._checkpoint.chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **self._template_globals,
-            )
+            with spans.span("render: chat_template", trace):
+                rendered: Any = render_jinja_template(
+                    [conversation],
+                    chat_template=self._checkpoint.chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **self._template_globals,
+                )
         except (TemplateError, ValueError, TypeError) as error:
             raise APIError(
                 f"messages: the model's chat template cannot render them: {str(error)[:300]}",
                 param="messages",
                 code="invalid_value",
             ) from None
-        return self._tokenizer.encode_quoted(rendered[0][0], quotes)
+        with spans.span("render: tokenize", trace):
+            return self._tokenizer.encode_quoted(rendered[0][0], quotes)
 
     def encode_text(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a raw prompt: special tokens in it count, but those that stand for media are text."""

@@ -2,14 +2,14 @@
 
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 from actors.messages import EngineOutput, EngineRequest
 from configs.engine import EngineConfig
 from deployments.renderer.announce import announce
-from telemetry import metrics, prometheus
+from telemetry import prometheus, spans
 from telemetry.logs import configure
+from telemetry.recorder import ENGINE, create_recorder, replica_tags
 
 
 class ServeEngineClient:
@@ -38,25 +38,6 @@ class ServeEngineClient:
         return bool(await self._handle.ready.remote())
 
 
-@dataclass(frozen=True)
-class _Counter:
-    recorder: prometheus.Recorder
-    metric: metrics.Metric
-
-    def inc(self, amount: float = 1) -> None:
-        self.recorder.add(self.metric, amount)
-
-
-class ProcessorCacheCounters:
-    """What the processor cache counts with."""
-
-    def __init__(self, recorder: prometheus.Recorder) -> None:
-        self.mm_cache_queries = _Counter(recorder, metrics.MM_CACHE_QUERIES)
-        self.mm_cache_hits = _Counter(recorder, metrics.MM_CACHE_HITS)
-        self.mm_cache_queries.inc(0)
-        self.mm_cache_hits.inc(0)
-
-
 class RendererDeployment:
     """Waits for the engine in its constructor, so that the ingress is ready only when it can answer."""
 
@@ -68,10 +49,11 @@ class RendererDeployment:
         from deployments.renderer.serving import Renderer
 
         configure()
+        spans.configure("renderer", config.telemetry.spans_file)
         checkpoint = load_checkpoint(config, hide_torch=True)
         engine = ServeEngineClient(scheduler)
-        counters = ProcessorCacheCounters(prometheus.Recorder(config.model.name, "0"))
-        self._renderer = Renderer(config, checkpoint, engine, counters, store=ray.put)
+        recorder = create_recorder(config.model, ENGINE, replica_tags())
+        self._renderer = Renderer(config, checkpoint, engine, recorder, store=ray.put)
         self._api = build_api(self._renderer, config, prometheus.render)
         await engine.health()
         threading.Thread(target=announce, args=(config.model.name,), name="announce", daemon=True).start()
@@ -84,3 +66,4 @@ class RendererDeployment:
         renderer = getattr(self, "_renderer", None)
         if renderer is not None:
             renderer.close()
+        spans.shutdown()

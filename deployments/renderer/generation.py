@@ -9,6 +9,7 @@ from actors.messages import EngineOutput, EngineRequest, TokenLogprobs
 from deployments.renderer.detokenizer import Detokenizer
 from deployments.renderer.engine_client import EngineClient, EngineUnavailableError
 from deployments.renderer.errors import APIError
+from deployments.renderer.request_metrics import RequestMetrics
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Choice:
     index: int
     request: EngineRequest
     detokenizer: Detokenizer
+    metrics: RequestMetrics
 
 
 @dataclass
@@ -78,7 +80,10 @@ async def _run_choice(
     first = True
     try:
         async for output in outputs:
+            choice.metrics.on_tokens(len(output.token_ids) + (output.stop_token_id is not None))
             delta = _to_delta(choice, output, eos_token_ids)
+            if delta.finish_reason is not None:
+                choice.metrics.on_end(delta.finish_reason, delta.completion_tokens)
             if first or delta.text or delta.logprobs or delta.finish_reason:
                 yield delta
             first = False
@@ -86,8 +91,13 @@ async def _run_choice(
                 return
         raise EngineUnavailableError("the engine ended the request without finishing it")
     except EngineUnavailableError as error:
+        choice.metrics.on_end("error")
         raise APIError(str(error), status=503, code="engine_unavailable", retry_after=error.retry_after) from error
+    except APIError:
+        choice.metrics.on_end("error")
+        raise
     finally:
+        choice.metrics.on_end("abort")
         await close(outputs)
 
 

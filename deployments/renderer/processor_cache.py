@@ -5,25 +5,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from deployments.renderer.processor import ProcessedImage
-
-
-class Counter(Protocol):
-    def inc(self, amount: float = 1) -> None: ...
-
-
-class CacheCounters(Protocol):
-    """Where the lookups are counted, in items."""
-
-    @property
-    def mm_cache_queries(self) -> Counter: ...
-
-    @property
-    def mm_cache_hits(self) -> Counter: ...
+from telemetry import metrics
+from telemetry.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -49,14 +37,14 @@ class ProcessorCache:
     def __init__(
         self,
         max_bytes: int,
-        counters: CacheCounters,
+        recorder: Recorder,
         executor: Executor,
         store: Callable[[np.ndarray], Any] = lambda pixels: pixels,
     ) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         """Of all entries' pixels; never above max_bytes."""
-        self._counters = counters
+        self._recorder = recorder
         self._executor = executor
         self._store = store
         self._entries: OrderedDict[str, CachedImage] = OrderedDict()  # least recently used first
@@ -69,31 +57,40 @@ class ProcessorCache:
     def __contains__(self, mm_hash: str) -> bool:
         return mm_hash in self._entries
 
-    async def get(self, mm_hash: str, process: Callable[[], ProcessedImage]) -> CachedImage:
+    async def get(
+        self,
+        mm_hash: str,
+        process: Callable[[], ProcessedImage],
+        on_lookup: Callable[[bool], None] = lambda hit: None,
+    ) -> CachedImage:
         """The image, from the cache or through `process`, which is called in a worker thread, and so is `store`.
 
-        Counts one query, and a hit where no work was done for this call.
+        Counts one query, and a hit where no work was done for this call; `on_lookup` is told which it was.
 
         A request that finds the same image in flight for another waits for that one's result, and has hit.
         """
-        self._counters.mm_cache_queries.inc(1)
+        self._recorder.add(metrics.MM_CACHE_QUERIES)
         entry = self._entries.get(mm_hash)
         if entry is not None:
             self._entries.move_to_end(mm_hash)
-            self._counters.mm_cache_hits.inc(1)
+            self._recorder.add(metrics.MM_CACHE_HITS)
+            on_lookup(True)
             return entry
         if self.max_bytes == 0:
+            on_lookup(False)
             return await self._make(mm_hash, process)
         task = self._in_flight.get(mm_hash)
         waits_for_another = task is not None
         if task is None:
+            on_lookup(False)
             task = asyncio.create_task(self._make(mm_hash, process))
             self._in_flight[mm_hash] = task
             task.add_done_callback(lambda done: self._landed(mm_hash, done))
         # Shielded: a client that leaves must not take the image from those who wait for it too.
         entry = await asyncio.shield(task)
         if waits_for_another:
-            self._counters.mm_cache_hits.inc(1)
+            self._recorder.add(metrics.MM_CACHE_HITS)
+            on_lookup(True)
         return entry
 
     def reset(self) -> None:

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from deployments.renderer.detokenizer import Detokenizer
 from deployments.renderer.engine_client import EngineClient
 from deployments.renderer.errors import APIError, shorten
 from deployments.renderer.processor import ImageProcessor, ProcessedImage
-from deployments.renderer.processor_cache import CacheCounters, CachedImage, ProcessorCache
+from deployments.renderer.processor_cache import CachedImage, ProcessorCache
 from deployments.renderer.protocol import (
     MAX_CHOICES,
     ChatCompletionRequest,
@@ -33,22 +32,17 @@ from deployments.renderer.protocol import (
     SamplingBody,
     TokenizeRequest,
 )
+from deployments.renderer.request_metrics import RequestMetrics, Siblings, show_counters
+from deployments.renderer.request_scope import RequestScope
 from deployments.renderer.responses import Detokenized, Model, ModelList, Response, Tokenized
 from deployments.renderer.tokenizer import PromptTokenizer
+from telemetry import spans
+from telemetry.probe import mm_cache_probe
+from telemetry.recorder import Recorder
 
 INLINE_CHARACTERS = 16_384
 """Shorter work is done on the event loop: a worker thread costs more than the milliseconds that it would save."""
 INLINE_URL = 262_144
-
-
-@dataclass(frozen=True)
-class Origin:
-    """When and from where a request came."""
-
-    arrival_time: float
-    """Before anything was done for it."""
-    trace_context: Mapping[str, str]
-    """W3C headers."""
 
 
 class Renderer:
@@ -59,7 +53,7 @@ class Renderer:
         config: EngineConfig,
         checkpoint: Checkpoint,
         engine: EngineClient,
-        counters: CacheCounters,
+        recorder: Recorder,
         store: Callable[[np.ndarray], Any] = lambda pixels: pixels,
     ) -> None:
         self._config = config
@@ -69,7 +63,10 @@ class Renderer:
         self._tokenizer = PromptTokenizer(checkpoint.tokenizer)
         self._prompts = PromptBuilder(checkpoint, self._tokenizer, config.model.max_model_len)
         self._processor = ImageProcessor(checkpoint.image_processor, config.model.name)
-        self.processor_cache = ProcessorCache(config.processor_cache.max_bytes, counters, self._executor, store)
+        self.processor_cache = ProcessorCache(config.processor_cache.max_bytes, recorder, self._executor, store)
+        self._recorder = recorder
+        self._probe = mm_cache_probe("processor")
+        show_counters(recorder)
         self._created = int(time.time())
 
     def close(self) -> None:
@@ -96,18 +93,33 @@ class Renderer:
         self, body: ChatCompletionRequest, trace_context: Mapping[str, str]
     ) -> Response | AsyncGenerator[bytes, None]:
         """The whole answer, or its events when the body asks for a stream. Raises APIError."""
-        origin = Origin(time.time(), trace_context)
-        self.check_model(body.model)
-        prompt = await self._chat_prompt(body.messages, body.add_generation_prompt, body.continue_final_message)
-        max_tokens = self._prompts.max_tokens(prompt, body.limit, "messages")
-        return await self._answer(body, "chatcmpl", ChatFormat(), [prompt], [max_tokens], body.num_logprobs, origin)
+        scope = RequestScope.begin(f"chatcmpl-{uuid.uuid4().hex}", trace_context, body)
+        try:
+            self.check_model(body.model)
+            prompt = await self._chat_prompt(
+                body.messages, body.add_generation_prompt, body.continue_final_message, scope
+            )
+            max_tokens = self._prompts.max_tokens(prompt, body.limit, "messages")
+            return await self._answer(body, ChatFormat(), [prompt], [max_tokens], body.num_logprobs, scope)
+        except BaseException as error:
+            scope.fail(error)
+            raise
 
     async def complete(
         self, body: CompletionRequest, trace_context: Mapping[str, str]
     ) -> Response | AsyncGenerator[bytes, None]:
         """As `chat`, for each of one or more raw prompts."""
-        origin = Origin(time.time(), trace_context)
-        self.check_model(body.model)
+        scope = RequestScope.begin(f"cmpl-{uuid.uuid4().hex}", trace_context, body)
+        try:
+            self.check_model(body.model)
+            prompts = await self._raw_prompts(body)
+            max_tokens = [self._prompts.max_tokens(prompt, body.limit, "prompt") for prompt in prompts]
+            return await self._answer(body, CompletionFormat(), prompts, max_tokens, body.logprobs, scope)
+        except BaseException as error:
+            scope.fail(error)
+            raise
+
+    async def _raw_prompts(self, body: CompletionRequest) -> list[Prompt]:
         prompts = []
         for index, given in enumerate(body.prompts):
             param = "prompt" if len(body.prompts) == 1 else f"prompt[{index}]"
@@ -118,13 +130,15 @@ class Renderer:
                 check = partial(self._prompts.check_token_ids, given, param)
                 token_ids = await self._slowly(check, inline=len(given) < INLINE_CHARACTERS)
             prompts.append(self._prompts.build(token_ids, [], param))
-        max_tokens = [self._prompts.max_tokens(prompt, body.limit, "prompt") for prompt in prompts]
-        return await self._answer(body, "cmpl", CompletionFormat(), prompts, max_tokens, body.logprobs, origin)
+        return prompts
 
     async def tokenize(self, body: TokenizeRequest) -> Tokenized:
         self.check_model(body.model)
         if body.messages is not None:
-            prompt = await self._chat_prompt(body.messages, body.add_generation_prompt, body.continue_final_message)
+            scope = RequestScope("tokenize", context=spans.parent_of(()))
+            prompt = await self._chat_prompt(
+                body.messages, body.add_generation_prompt, body.continue_final_message, scope
+            )
             token_ids = list(prompt.token_ids)
         else:
             text = body.prompt or ""
@@ -152,7 +166,7 @@ class Renderer:
         return Detokenized(prompt=await self._slowly(decode, inline=len(body.tokens) < INLINE_CHARACTERS))
 
     async def _chat_prompt(
-        self, messages: list[Message], add_prompt: bool | None, continue_final: bool | None
+        self, messages: list[Message], add_prompt: bool | None, continue_final: bool | None, scope: RequestScope
     ) -> Prompt:
         sources = find_images(messages)
         limit = self._config.multimodal.max_images_per_prompt
@@ -168,38 +182,48 @@ class Renderer:
             messages,
             add_generation_prompt=add_prompt is not False,
             continue_final_message=bool(continue_final),
+            trace=scope.context,
         )
         token_ids = await self._slowly(encode, inline=sum(64 + num_characters(m) for m in messages) < INLINE_CHARACTERS)
         self._prompts.check_length(len(token_ids), "messages")  # before any image is looked at
-        loaded = await asyncio.gather(*map(self._load_image, sources))
+        loaded = await asyncio.gather(*(self._load_image(source, scope) for source in sources))
         return self._prompts.build(token_ids, loaded, "messages")
 
-    async def _load_image(self, source: ImageSource) -> CachedImage:
+    async def _load_image(self, source: ImageSource, scope: RequestScope) -> CachedImage:
         settings = self._config.multimodal
         try:
-            if source.url[:5].lower() == "data:":
-                load = partial(images.load_data_url, source.url, settings)
-                content = await self._slowly(load, inline=len(source.url) < INLINE_URL)
-            else:
-                content = await images.fetch(source.url, settings)
-            hashing = partial(self._processor.mm_hash, content)
-            mm_hash = await self._slowly(hashing, inline=len(content) < 4 * INLINE_URL)
-            return await self.processor_cache.get(mm_hash, partial(self._process, content))
+            with spans.span("mm: hash", scope.context):
+                if source.url[:5].lower() == "data:":
+                    load = partial(images.load_data_url, source.url, settings)
+                    content = await self._slowly(load, inline=len(source.url) < INLINE_URL)
+                else:
+                    content = await images.fetch(source.url, settings)
+                hashing = partial(self._processor.mm_hash, content)
+                mm_hash = await self._slowly(hashing, inline=len(content) < 4 * INLINE_URL)
+
+            def on_lookup(hit: bool) -> None:
+                scope.on_lookup(hit, mm_hash)
+                if self._probe:
+                    self._probe(hit, mm_hash, scope.request_id)
+
+            return await self.processor_cache.get(mm_hash, partial(self._process, content, scope.context), on_lookup)
         except APIError as error:
             raise error.at(source.param) from None
 
-    def _process(self, content: bytes) -> ProcessedImage:
-        return self._processor.process(images.decode_image(content, self._config.multimodal))
+    def _process(self, content: bytes, trace: spans.Context) -> ProcessedImage:
+        with spans.span("mm: decode", trace):
+            image = images.decode_image(content, self._config.multimodal)
+        with spans.span("mm: hf_processor", trace):
+            return self._processor.process(image)
 
     async def _answer(
         self,
         body: SamplingBody,
-        prefix: str,
         style: Format,
         prompts: list[Prompt],
         max_tokens: list[int],
         num_logprobs: int | None,
-        origin: Origin,
+        scope: RequestScope,
     ) -> Response | AsyncGenerator[bytes, None]:
         n = body.n or 1
         if len(prompts) * n > MAX_CHOICES:
@@ -209,7 +233,7 @@ class Renderer:
                 code="invalid_value",
             )
         answer = Answer(
-            id=f"{prefix}-{uuid.uuid4().hex}",
+            id=scope.request_id,
             model=self._config.model.name,
             tokenizer=self._tokenizer,
             num_choices=len(prompts) * n,
@@ -219,21 +243,26 @@ class Renderer:
         seed = body.seed if body.seed is not None else random.getrandbits(62)
         choices = []
         for p, prompt in enumerate(prompts):
+            siblings = Siblings(n)
             for i in range(n):
                 sampling = self._sampling(body, max_tokens[p], num_logprobs, (seed + i) % 2**63)
                 request = EngineRequest(
                     request_id=f"{answer.id}-{p * n + i}",
                     token_ids=prompt.token_ids,
                     sampling=sampling,
-                    arrival_time=origin.arrival_time,
+                    arrival_time=scope.arrival_time,
                     mm_items=prompt.mm_items,
                     pixels=prompt.pixels,
                     cache_salt=body.cache_salt,
-                    trace_context=dict(origin.trace_context),
+                    trace_context=dict(scope.headers),
+                    mm_cache_queries=scope.mm_cache_queries if i == 0 else 0,
+                    mm_cache_hits=scope.mm_cache_hits if i == 0 else 0,
                 )
                 detokenizer = Detokenizer(self._tokenizer, list(body.stop or ()), sampling.min_tokens)
-                choices.append(generation.Choice(p * n + i, request, detokenizer))
+                counted = RequestMetrics(self._recorder, scope.arrival_clock, len(prompt.token_ids), siblings)
+                choices.append(generation.Choice(p * n + i, request, detokenizer, counted))
         deltas = generation.run(self.engine, choices, self._checkpoint.eos_token_ids)
+        deltas = scope.follow(deltas, sum(answer.prompt_tokens))
         if body.stream:
             return answers.stream(answer, style, deltas, include_usage=body.include_usage)
         return await answers.collect(answer, style, deltas)

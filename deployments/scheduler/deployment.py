@@ -2,13 +2,15 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 
 from actors.messages import EngineOutput, EngineRequest
 from actors.plan import make_plan
 from configs.engine import EngineConfig
+from telemetry import spans
 from telemetry.logs import configure
-from telemetry.prometheus import Recorder
+from telemetry.recorder import ENGINE, create_recorder, replica_tags
 from telemetry.start_report import StartReport
 
 
@@ -21,14 +23,21 @@ class SchedulerDeployment:
         from actors.rank_group import RankGroup
         from deployments.scheduler.engine import Engine
         from deployments.scheduler.scheduler import Scheduler
-        from deployments.scheduler.stats import StatsRecorder
+        from deployments.scheduler.stats import EngineStats
 
+        begin = time.monotonic()
         logger = configure()
+        spans.configure("scheduler", config.telemetry.spans_file)
         plan = make_plan(config, neuron_cores=int(ray.cluster_resources().get("neuron_cores", 0)))
         logger.info("plan: %s", ", ".join(f"{key}={value}" for key, value in plan.describe().items()))
-        group = RankGroup(plan, StartReport(), placement_group=ray.util.get_current_placement_group())
+        tags = replica_tags()
+        group = RankGroup(
+            plan, StartReport(), ENGINE, placement_group=ray.util.get_current_placement_group(), ray_tags=tags
+        )
         group.start()
-        stats = StatsRecorder(Recorder(config.model.name, "0"))
+        stats = EngineStats(config, create_recorder(config.model, ENGINE, tags), ENGINE, time.monotonic())
+        figures = group.start_figures
+        stats.record_start(time.monotonic() - begin, figures.load_seconds, figures.load_bytes, figures.compile_seconds)
         self._engine = Engine(Scheduler(config), group, stats, config.debug.check_invariants)
         self._engine.start()
 
@@ -59,3 +68,4 @@ class SchedulerDeployment:
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.stop()
+        spans.shutdown()

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from deployments.scheduler.request import Request
+from telemetry.probe import mm_cache_probe
 
 
 @dataclass
@@ -58,6 +59,7 @@ class EncoderCacheManager:
         self.stats = EncoderCacheStats()
         self._hold_s = min_hold_time_ms / 1000.0
         self._now = 0.0
+        self._probe = mm_cache_probe("scheduler")
         self.reset()
 
     def reset(self) -> None:
@@ -119,6 +121,8 @@ class EncoderCacheManager:
         mm_hash = request.mm_items[item_index].mm_hash
         self.stats.scheduler_queries += 1
         item = self.cached.get(mm_hash) or self._take_back(mm_hash)
+        if self._probe:
+            self._probe(item is not None, mm_hash, request.request_id)
         if item is None:
             return False
         self.stats.scheduler_hits += 1

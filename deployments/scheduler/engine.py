@@ -17,7 +17,8 @@ from actors.messages import EngineOutput, EngineRequest, RankOutput, SchedulerOu
 from actors.step_channel import RankFailure
 from deployments.scheduler.request import RequestError
 from deployments.scheduler.scheduler import Scheduler
-from deployments.scheduler.stats import StatsRecorder
+from deployments.scheduler.stats import EngineStats, has_token
+from deployments.scheduler.timeline import Timeline
 
 logger = logging.getLogger("trn_vision_serve")
 
@@ -42,12 +43,13 @@ class _Live:
 
     request: EngineRequest
     on_output: OnOutput
+    timeline: Timeline
 
 
 class Engine:
     """Runs one Scheduler over one gang. `start` begins the loop; `stop` ends it and the gang."""
 
-    def __init__(self, scheduler: Scheduler, gang: Gang, stats: StatsRecorder, check_invariants: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, gang: Gang, stats: EngineStats, check_invariants: bool = False) -> None:
         self._scheduler = scheduler
         self._gang = gang
         self._stats = stats
@@ -75,7 +77,8 @@ class Engine:
 
     def submit(self, request: EngineRequest, on_output: OnOutput) -> None:
         """Queue a request; `on_output` is called from the engine's thread, last with a finish reason."""
-        self._inbox.put(lambda: self._add(_Live(request, on_output)))
+        live = _Live(request, on_output, Timeline(request, time.monotonic()))
+        self._inbox.put(lambda: self._add(live))
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """`submit` for asyncio: yields the request's outputs; closing the iterator early aborts the request."""
@@ -120,6 +123,7 @@ class Engine:
             while self._take_messages(wait=not stepped):
                 try:
                     stepped = self._step()
+                    self._stats.log_if_due(time.monotonic())
                 except RankFailure as failure:
                     self._recover(failure)
                     stepped = True
@@ -149,10 +153,13 @@ class Engine:
         output = self._scheduler.schedule(time.monotonic())
         if output is None:
             self._gang.check()
+            self._stats.record_idle(self._scheduler)
             return False
+        for request_id in output.num_scheduled_tokens:
+            self._live[request_id].timeline.on_scheduled(output.clock)
         answer = self._gang.step(output, *self._encoder_work(output))
         results = self._scheduler.update_from_output(output, answer.sampled)
-        self._stats.record_step(self._scheduler)
+        self._stats.record_step(output, answer, self._scheduler)
         for result in results:
             self._deliver(result)
         if self._check_invariants:
@@ -174,6 +181,7 @@ class Engine:
 
     def _add(self, live: _Live) -> None:
         request_id = live.request.request_id
+        self._stats.record_arrival(live.request)
         try:
             self._scheduler.add_request(live.request)
         except RequestError as error:
@@ -184,15 +192,20 @@ class Engine:
         self._live[request_id] = live
 
     def _abort(self, request_id: str) -> None:
-        if self._live.pop(request_id, None) is not None:
+        live = self._live.pop(request_id, None)
+        if live is not None:
             self._scheduler.abort_request(request_id)
+            self._stats.record_end(live.timeline)
 
     def _deliver(self, output: EngineOutput) -> None:
         live = self._live.get(output.request_id)
         if live is None:
             return
+        if has_token(output):
+            live.timeline.on_token(time.monotonic())
         if output.finish_reason is not None:
             del self._live[output.request_id]
+            self._stats.record_end(live.timeline)
         live.on_output(output)
 
     def _recover(self, failure: RankFailure) -> None:

@@ -81,7 +81,6 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens in the prefix hit when it was first scheduled."""
         self.cached_tokens_told = False
-        self.first_scheduled_clock: float | None = None
         self.last_occurrence = {item.mm_hash: index for index, item in enumerate(self.mm_items)}
         """mm_hash -> index of the last item with it."""
 

@@ -28,6 +28,10 @@ class SchedulerStats:
     prefix_hits: int
     """Tokens."""
     num_preemptions: int
+    prompt_tokens: int
+    """Of the requests that got their first token."""
+    prompt_tokens_cached: int
+    generation_tokens: int
     encoder: EncoderCacheStats
     num_running: int
     num_waiting: int
@@ -55,6 +59,7 @@ class Scheduler:
         self.clock = 0.0
         self._num_arrived = 0
         self._num_preemptions = 0
+        self._prompt_tokens = self._prompt_tokens_cached = self._generation_tokens = 0
         self._step_id = 0
         self._last_phase: str | None = None
         self._in_flight: StepPlan | None = None
@@ -207,12 +212,16 @@ class Scheduler:
             prefix_queries=self.kv.prefix_queries,
             prefix_hits=self.kv.prefix_hits,
             num_preemptions=self._num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            prompt_tokens_cached=self._prompt_tokens_cached,
+            generation_tokens=self._generation_tokens,
             encoder=self.encoder_cache.take_stats(),
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             kv_usage=self.kv.usage,
         )
         self.kv.prefix_queries = self.kv.prefix_hits = self._num_preemptions = 0
+        self._prompt_tokens = self._prompt_tokens_cached = self._generation_tokens = 0
         return stats
 
     def check_integrity(self) -> None:
@@ -297,8 +306,6 @@ class Scheduler:
         insort(self.running, request, key=lambda running: running.sequence)
         request.status = RequestStatus.RUNNING
         request.prefill_end = request.num_tokens
-        if request.first_scheduled_clock is None:
-            request.first_scheduled_clock = self.clock
 
     def _running_oldest_first(self) -> Iterator[Request]:
         """Running requests; those that are preempted meanwhile, always the youngest, are left out."""
@@ -347,7 +354,11 @@ class Scheduler:
         finish = request.append(token.token_id)
         emitted = finish is None or finish.token_emitted
         num_cached_tokens = 0 if request.cached_tokens_told else request.num_cached_tokens
-        request.cached_tokens_told = True
+        self._generation_tokens += 1
+        if not request.cached_tokens_told:
+            self._prompt_tokens += request.num_prompt_tokens
+            self._prompt_tokens_cached += request.num_cached_tokens
+            request.cached_tokens_told = True
         if finish is not None:
             self._release(request)
         return EngineOutput(

@@ -53,6 +53,7 @@ class StepPlan:
             new_requests=tuple(new),
             running_requests=tuple(running),
             num_scheduled_tokens={request.request_id: count for request, count in self.scheduled},
+            num_prefill_tokens=sum(_prefill_tokens(request, count) for request, count in self.scheduled),
             scheduled_encoder_inputs={key: tuple(indices) for key, indices in self.encoder_inputs.items()},
             free_encoder_mm_hashes=freed,
             finished_request_ids=finished,
@@ -68,7 +69,13 @@ def _introduction(request: Request) -> NewRequest:
         block_ids=tuple(request.block_ids),
         sampling=request.sampling,
         mm_items=request.mm_items,
+        trace_context=request.source.trace_context,
     )
+
+
+def _prefill_tokens(request: Request, num_tokens: int) -> int:
+    """How many of the request's next tokens are prompt tokens."""
+    return max(0, min(num_tokens, request.num_prompt_tokens - request.num_computed_tokens))
 
 
 def _changes(request: Request) -> RunningRequest:

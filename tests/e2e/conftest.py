@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.application import Application, free_port
+from tests.support.otlp_receiver import Receiver, receiving
 
 DEBUG = {"debug": {"rank_digest": True, "check_invariants": True}, "server": {"development_mode": True}}
 
@@ -31,8 +32,22 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
 
 
 @pytest.fixture(scope="session")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
-    """The application of configs/laptop.yaml behind Serve's own proxy, as plain `serve run` runs it."""
+def otlp() -> Iterator[Receiver]:
+    """A collector that takes the spans of `one_rank`."""
+    with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory, otlp: Receiver) -> Iterator[Application]:
+    """The application of configs/laptop.yaml behind Serve's own proxy, as plain `serve run` runs it, watched."""
     log = Path(tmp_path_factory.mktemp("one-rank")) / "serve.log"
-    with Application("configs/laptop.yaml", DEBUG, log) as application:
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": otlp.url,
+        "OTEL_BSP_SCHEDULE_DELAY": "300",
+        "RAY_metrics_report_interval_ms": "1000",
+        "VLLM_MM_CACHE_PROBE": "1",
+    }
+    changes = DEBUG | {"telemetry": {"stats_interval_s": 2}}
+    with Application("configs/laptop.yaml", changes, log, environment) as application:
         yield application

@@ -81,19 +81,18 @@ def text(words: str) -> dict:
     return {"type": "text", "text": words}
 
 
-@pytest.fixture(scope="module")
-def deltas(sixteen: Application) -> dict[str, dict[str, float]]:
+def converse(application: Application) -> dict[str, dict[str, float]]:
     """How every counter moved in each step, by the step's name."""
     a, b = image([3, 1, 4, 1], 1), image([5, 9], 2)
     messages: list[dict] = [{"role": "user", "content": [a, b, text("Read the digits.")]}]
     found: dict[str, dict[str, float]] = {}
 
     def ask(step: str, conversation: list[dict]) -> str:
-        before = sixteen.metrics()
-        answer = sixteen.client.chat.completions.create(
+        before = application.metrics()
+        answer = application.client.chat.completions.create(
             model="digits-vl", messages=conversation, temperature=0, max_tokens=32
         )
-        after = sixteen.metrics()
+        after = application.metrics()
         found[step] = {name: value - before.get(name, 0) for name, value in after.items()}
         content = answer.choices[0].message.content
         assert content
@@ -111,6 +110,11 @@ def deltas(sixteen: Application) -> dict[str, dict[str, float]]:
     assert ask(names[3], messages) == third
     ask(names[4], [{"role": "user", "content": [a, b, text("Which image has fewer digits?")]}])
     return found
+
+
+@pytest.fixture(scope="module")
+def deltas(sixteen: Application) -> dict[str, dict[str, float]]:
+    return converse(sixteen)
 
 
 @pytest.mark.parametrize(("step", "expected"), STEPS, ids=[name for name, _ in STEPS])

@@ -4,9 +4,9 @@ Used where a test wants real models and real caches but not real processes.
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,10 +22,10 @@ from deployments.renderer.routes import build_api
 from deployments.renderer.serving import Renderer
 from deployments.scheduler.engine import Engine
 from deployments.scheduler.scheduler import Scheduler
-from deployments.scheduler.stats import StatsRecorder
+from deployments.scheduler.stats import EngineStats
 from neuron.collectives import create_collectives
 from telemetry.metrics import DEVICE_ENCODER_CACHE_EVICTIONS
-from telemetry.prometheus import Recorder
+from telemetry.recorder import ENGINE, Recorder, create_recorder
 
 
 class LocalGang:
@@ -84,21 +84,20 @@ class LocalEngineClient:
 class Stack:
     """Renderer, engine and one rank in this process, spoken to over HTTP's own interface (ASGI).
 
-    `counts` says what happened inside; the engine checks its invariants after every step.
+    `counts` says what happened inside; the engine checks its invariants after every step unless told otherwise.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, check_invariants: bool = True) -> None:
         assert config.parallel.world_size == 1
-        recorder = Recorder(config.model.name, "0")
+        recorder = create_recorder(config.model, ENGINE)
         self.gang = LocalGang(make_plan(config), recorder)
         self.scheduler = Scheduler(config)
         self.counts: Counter[str] = Counter()
         self._count_stats()
-        self.engine = Engine(self.scheduler, self.gang, StatsRecorder(recorder), check_invariants=True)
+        stats = EngineStats(config, recorder, ENGINE, time.monotonic())
+        self.engine = Engine(self.scheduler, self.gang, stats, check_invariants)
         self.engine.start()
-        nothing = SimpleNamespace(inc=lambda amount=1: None)
-        counters = SimpleNamespace(mm_cache_queries=nothing, mm_cache_hits=nothing)
-        self.renderer = Renderer(config, load_checkpoint(config), LocalEngineClient(self.engine), counters)
+        self.renderer = Renderer(config, load_checkpoint(config), LocalEngineClient(self.engine), recorder)
         transport = httpx.ASGITransport(build_api(self.renderer, config, lambda: (b"", "text/plain")))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://stack", timeout=300)
 

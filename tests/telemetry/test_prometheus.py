@@ -7,15 +7,16 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry import metrics, prometheus
+from telemetry import prometheus
 
 ROOT = Path(__file__).resolve().parents[2]
 
 PROCESS = """
 from telemetry import metrics
-from telemetry.prometheus import Recorder
+from telemetry.recorder import create_recorder
+from configs.engine import ModelSettings
 import os
-recorder = Recorder("m", "0")
+recorder = create_recorder(ModelSettings(served_name="m"), "0")
 recorder.add(metrics.MM_CACHE_QUERIES, 2)
 recorder.set(metrics.DEVICE_ENCODER_CACHE_FREE_BLOCKS, 7)
 print(os.getpid())
@@ -57,8 +58,3 @@ def test_folders_without_a_living_writer_are_wiped(tmp_path: Path) -> None:
     (tmp_path / "mine" / f"counter_{os.getpid()}.db").touch()
     prometheus.wipe_stale(str(tmp_path))
     assert [folder.name for folder in tmp_path.iterdir()] == ["mine"]
-
-
-def test_names_are_unique() -> None:
-    names = [definition.name for definition in metrics.DEFINITIONS]
-    assert len(names) == len(set(names)) == 15

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.functional import linear
 from tqdm import tqdm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -128,41 +129,56 @@ def practice(rng: np.random.Generator, level: float) -> digits.Conversation:
     return digits.Conversation([digits.Turn("read", question, scene.text, [scene])])
 
 
-def pointing(rng: np.random.Generator) -> digits.Conversation:
-    """An exercise in telling images apart: two to six of any sizes, and several questions about the n-th.
+def pointing(rng: np.random.Generator, level: float = 1.0) -> digits.Conversation:
+    """An exercise in telling images apart: several questions about the n-th image, and comparisons.
 
+    Two to six images of any sizes; below `level` 1 only small ones: two, from 0.4 also three, from 0.7 also four.
+    Without such a concentrated start, guessing stays as good as anything for thousands of steps.
     Sizes must differ: among equal ones, the model would learn positions instead of counting images.
     """
-    number = int(rng.choice([2, 3, 4, 5, 6], p=[0.4, 0.3, 0.2, 0.05, 0.05]))
     style = digits.Style(augment=True)
-    sizes = digits.SMALL_SIZES[:4] if rng.random() < 0.6 else digits.SMALL_SIZES + digits.MEDIUM_SIZES
-    sizes = digits.SIZES if number < 4 and rng.random() < 0.1 else sizes
+    if level < 1:
+        number = int(rng.integers(2, 3 + (level > 0.4) + (level > 0.7)))
+        sizes = digits.SMALL_SIZES[:5] if level < 0.7 else digits.SMALL_SIZES
+    else:
+        number = int(rng.choice([2, 3, 4, 5, 6], p=[0.35, 0.3, 0.25, 0.05, 0.05]))
+        sizes = digits.SMALL_SIZES if rng.random() < 0.5 else digits.SMALL_SIZES + digits.MEDIUM_SIZES
+        sizes = digits.SIZES if number < 4 and rng.random() < 0.2 else sizes
     talk = digits.Dialogue(rng, lambda: digits.scene(rng, sizes, "train", style))
     talk.first(number)
     while len(talk.turns) < number + 3:
-        if rng.random() < 0.35:
+        if rng.random() < 0.4:
             talk.ask_plain() if rng.random() < 0.3 else talk.ask_compare()
         else:
-            talk.ask_nth(short=rng.random() < 0.4)
+            talk.ask_nth(short=rng.random() < 0.3)
     return digits.Conversation(talk.turns)
 
 
-def training_pool(encode: Encoder, seed: int, pool: int, ramp: int) -> list[Example]:
-    """`POOL` examples from training scans: exercises in the first `ramp` pools, then all kinds of conversations."""
+def talk_of_any_kind(rng: np.random.Generator) -> digits.Conversation:
+    """A conversation as they are measured, with more turns."""
+    sizes, _, limit = SIZE_MIX[int(rng.choice(len(SIZE_MIX), p=[share for _, share, _ in SIZE_MIX]))]
+    most, turns = int(rng.integers(1, limit + 1)), int(rng.integers(2, 8))
+    style = digits.Style(augment=True)
+    return digits.conversation(rng, sizes, "train", style, turns=turns, max_images=most, chat=0.03)
+
+
+def training_pool(encode: Encoder, seed: int, pool: int, ramp: int, drill: int) -> list[Example]:
+    """`POOL` examples from training scans.
+
+    Reading exercises in the first `ramp` pools, exercises in telling images apart in the next `drill`, then everything.
+    """
     rng = np.random.default_rng([seed, pool])
     examples = []
     for _ in range(POOL):
+        draw = rng.random()
         if pool < ramp:
             talk = practice(rng, level=pool / ramp * rng.random() ** 0.5)
-        elif (draw := rng.random()) < 0.2:
+        elif pool < ramp + drill:
+            talk = pointing(rng, (pool - ramp) / drill) if draw < 0.8 else practice(rng, level=rng.uniform(0.5, 1))
+        elif draw < 0.2:
             talk = practice(rng, level=rng.uniform(0.5, 1.1))
-        elif draw < 0.6:
-            talk = pointing(rng)
         else:
-            sizes, _, limit = SIZE_MIX[int(rng.choice(len(SIZE_MIX), p=[share for _, share, _ in SIZE_MIX]))]
-            most, turns = int(rng.integers(1, limit + 1)), int(rng.integers(2, 8))
-            style = digits.Style(augment=True)
-            talk = digits.conversation(rng, sizes, "train", style, turns=turns, max_images=most, chat=0.03)
+            talk = pointing(rng) if draw < 0.6 else talk_of_any_kind(rng)
         examples.append(encode(vary(talk, rng)))
     return examples
 
@@ -265,6 +281,8 @@ def work(rank: int, args: argparse.Namespace) -> None:
     tokenizer = build_tokenizer()
     model = build_model(build_config(tokenizer), args.seed)
     encode = Encoder(tokenizer)
+    patches = model.model.visual.patch_embed
+    patches.forward = lambda x: linear(x, patches.proj.weight.flatten(1), patches.proj.bias)  # faster than convolving
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
@@ -285,7 +303,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
     bar = tqdm(total=args.steps, initial=step, desc="train", mininterval=5, disable=rank > 0)
     loss_mean = None
     while step < args.steps:
-        examples = training_pool(encode, args.seed, pool + rank, args.ramp)
+        examples = training_pool(encode, args.seed, pool + rank, args.ramp, args.drill)
         budget = (args.budget if pool >= args.ramp * 0.5 else args.budget / 2) / args.workers
         mine = batches(examples, budget, np.random.default_rng([args.seed, pool + rank, 1]))
         number = torch.tensor(len(mine))
@@ -327,15 +345,16 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=5600)
+    parser.add_argument("--steps", type=int, default=3600)
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--budget", type=float, default=2200.0, help="work per step, in text tokens")
-    parser.add_argument("--ramp", type=int, default=120, help=f"pools of {POOL} easier conversations to begin with")
+    parser.add_argument("--ramp", type=int, default=100, help=f"pools of {POOL} reading exercises to begin with")
+    parser.add_argument("--drill", type=int, default=60, help="pools of exercises in telling images apart after them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes, one CPU core each")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--save-every", type=int, default=5, help="pools between two checkpoints")
-    parser.add_argument("--eval-every", type=int, default=250, help="steps between two held-out measurements")
+    parser.add_argument("--eval-every", type=int, default=600, help="steps between two held-out measurements")
     parser.add_argument("--final-samples", type=int, default=900, help="held-out conversations measured at the end")
     parser.add_argument("--build", type=Path, default=FOLDER.parents[2] / "build" / "digits-vl", help="checkpoints")
     parser.add_argument("--out", type=Path, default=FOLDER, help="where the model goes")

@@ -5,6 +5,8 @@ import threading
 from collections.abc import AsyncIterator, Callable
 
 from actors.messages import EngineOutput, EngineRequest
+from telemetry import metrics
+from telemetry.recorder import Recorder
 
 Script = Callable[[EngineRequest], list]
 """Of a request: EngineOutputs to give, seconds to wait, exceptions to raise, in order."""
@@ -51,25 +53,21 @@ class FakeEngine:
         return self.healthy
 
 
-class Counter:
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def inc(self, amount: float = 1) -> None:
-        self.value += amount
-
-
-class Counters:
-    """What the processor cache counts with."""
+class Counters(Recorder):
+    """Keeps the counters in memory and drops everything else."""
 
     def __init__(self) -> None:
-        self.mm_cache_queries = Counter()
-        self.mm_cache_hits = Counter()
+        super().__init__([])
+        self.counts: dict[str, float] = {}
+
+    def add(self, metric: metrics.Metric, amount: float = 1, **labels: str) -> None:
+        key = ",".join((metric.name, *labels.values()))
+        self.counts[key] = self.counts.get(key, 0) + amount
 
     @property
     def values(self) -> tuple[float, float]:
-        """(queries, hits)."""
-        return self.mm_cache_queries.value, self.mm_cache_hits.value
+        """(queries, hits) of the processor cache."""
+        return self.counts.get(metrics.MM_CACHE_QUERIES.name, 0), self.counts.get(metrics.MM_CACHE_HITS.name, 0)
 
 
 def tokens(request: EngineRequest, *token_ids: int, **fields) -> EngineOutput:

@@ -10,7 +10,7 @@ import pytest
 from actors.messages import EngineOutput, EngineRequest, RankOutput, SchedulerOutput
 from deployments.scheduler.engine import Engine
 from deployments.scheduler.scheduler import Scheduler
-from deployments.scheduler.stats import StatsRecorder
+from deployments.scheduler.stats import EngineStats
 from tests.deployments.scheduler.simulation import FakeRank, make_config, make_request, text
 
 HOLD_S = 0.4
@@ -32,13 +32,15 @@ class FakeGang:
 class NoStats:
     """Leaves the counts where they are."""
 
-    def record_step(self, scheduler: Scheduler) -> None: ...
+    def ignore(self, *_: object) -> None: ...
+
+    record_step = record_idle = record_arrival = record_end = log_if_due = ignore
 
 
 class Running:
     def __init__(self) -> None:
         self.scheduler = Scheduler(CONFIG)
-        self.engine = Engine(self.scheduler, FakeGang(), cast(StatsRecorder, NoStats()), check_invariants=True)
+        self.engine = Engine(self.scheduler, FakeGang(), cast(EngineStats, NoStats()), check_invariants=True)
         self.finished: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.engine.start()
 

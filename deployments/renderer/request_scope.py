@@ -1,0 +1,95 @@
+"""RequestScope: what belongs to one client request from its arrival to its last token, beside its content."""
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.renderer.generation import Delta, close
+from deployments.renderer.protocol import ChatCompletionRequest, CompletionRequest
+from telemetry import spans
+
+Body = ChatCompletionRequest | CompletionRequest
+
+
+@dataclass
+class RequestScope:
+    """Made when the request arrives, before anything is done for it."""
+
+    request_id: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """W3C trace context for the engine: of this request's span, or what the client sent when no spans are made."""
+    span: spans.Span | None = None
+    """The root of the request's spans."""
+    context: spans.Context = None
+    arrival_time: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+    arrival_clock: float = field(default_factory=time.perf_counter)
+    mm_cache_queries: int = 0
+    """Items looked up in the processor cache for it."""
+    mm_cache_hits: int = 0
+
+    @classmethod
+    def begin(cls, request_id: str, client_headers: Mapping[str, str], body: Body) -> "RequestScope":
+        """Opens the root span, which continues the client's trace if it sent one."""
+        operation = "chat" if request_id.startswith("chat") else "text_completion"
+        span = spans.open_span("request", spans.context_of(client_headers))
+        if span is None or not spans.recording():
+            return cls(request_id, client_headers, span)
+        span.set({"gen_ai.operation.name": operation, "gen_ai.response.id": request_id, **_asked(body)})
+        return cls(request_id, spans.headers_of(span.context), span, span.context)
+
+    def on_lookup(self, hit: bool, mm_hash: str) -> None:
+        """An item was looked up in the processor cache."""
+        self.mm_cache_queries += 1
+        self.mm_cache_hits += hit
+        spans.mark("mm: cache_lookup", self.context, {"result": "hit" if hit else "miss", "mm_hash": mm_hash})
+
+    def fail(self, error: BaseException) -> None:
+        """The request ends without an answer."""
+        if self.span is not None:
+            self.span.fail(str(error))
+            self.span.end()
+
+    def follow(self, deltas: AsyncGenerator[Delta, None], prompt_tokens: int) -> AsyncGenerator[Delta, None]:
+        """The same deltas; the root span ends with them."""
+        return deltas if self.span is None else _follow(self.span, deltas, prompt_tokens)
+
+
+async def _follow(
+    span: spans.Span, deltas: AsyncGenerator[Delta, None], prompt_tokens: int
+) -> AsyncGenerator[Delta, None]:
+    completion_tokens: dict[int, int] = {}
+    reasons: dict[int, str] = {}
+    try:
+        async for delta in deltas:
+            completion_tokens[delta.index] = delta.completion_tokens
+            if delta.finish_reason is not None:
+                reasons[delta.index] = delta.finish_reason
+            yield delta
+    except Exception as error:
+        span.fail(str(error))
+        raise
+    finally:
+        span.set(
+            {
+                "gen_ai.usage.input_tokens": prompt_tokens,
+                "gen_ai.usage.output_tokens": sum(completion_tokens.values()),
+                "gen_ai.response.finish_reasons": [reasons.get(index, "abort") for index in sorted(completion_tokens)],
+            }
+        )
+        span.end()
+        await close(deltas)
+
+
+def _asked(body: Body) -> dict[str, Any]:
+    """What the request asks for, by OpenTelemetry's names for generative AI."""
+    values = {
+        "gen_ai.request.model": body.model,
+        "gen_ai.request.max_tokens": body.limit,
+        "gen_ai.request.temperature": body.temperature,
+        "gen_ai.request.top_p": body.top_p,
+        "gen_ai.request.seed": body.seed,
+        "gen_ai.request.choice.count": body.n,
+    }
+    return {name: value for name, value in values.items() if value is not None}

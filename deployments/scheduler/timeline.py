@@ -1,0 +1,47 @@
+"""Timeline: when a request was queued, scheduled first and given its tokens; as metrics, and as spans."""
+
+from actors.messages import EngineRequest
+from telemetry import metrics, spans
+from telemetry.recorder import Recorder
+
+
+class Timeline:
+    """Of one request, on the engine's clock (monotonic seconds). A recomputation changes nothing that was noted."""
+
+    def __init__(self, request: EngineRequest, now: float) -> None:
+        self.queued = now
+        self.scheduled: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self._trace = spans.context_of(request.trace_context)
+        self._span = spans.open_span("scheduler: queue", self._trace, {"request_id": request.request_id})
+
+    def on_scheduled(self, now: float) -> None:
+        if self.scheduled is None:
+            self.scheduled = now
+            self._next_span("scheduler: prefill")
+
+    def on_token(self, now: float) -> None:
+        if self.first_token is None:
+            self.first_token = now
+            self._next_span("scheduler: decode")
+        self.last_token = now
+
+    def on_end(self, recorder: Recorder) -> None:
+        """The request is finished or aborted: its phases count if it got a token."""
+        if self._span is not None:
+            self._span.end()
+        if self.scheduled is None or self.first_token is None or self.last_token is None:
+            return
+        for histogram, seconds in (
+            (metrics.REQUEST_QUEUE_TIME, self.scheduled - self.queued),
+            (metrics.REQUEST_PREFILL_TIME, self.first_token - self.scheduled),
+            (metrics.REQUEST_DECODE_TIME, self.last_token - self.first_token),
+            (metrics.REQUEST_INFERENCE_TIME, self.last_token - self.scheduled),
+        ):
+            recorder.observe(histogram, seconds)
+
+    def _next_span(self, name: str) -> None:
+        if self._span is not None:
+            self._span.end()
+            self._span = spans.open_span(name, self._trace)
