@@ -2,9 +2,9 @@
 
     python benchmarks/telemetry_cost.py
 
-One rank in this process, eight requests with an image each, 64 tokens, again and again with fresh images; the variants
-take turns. `removed`: the call sites of spans and probe meet stand-ins that do nothing. `off`: as shipped. `probe`: with
-VLLM_MM_CACHE_PROBE=1, its lines written to a file. `spans`: every request sampled, all spans written to a file.
+One rank in this process, eight requests with an image each, 64 tokens, again and again with fresh images. The variants
+take turns. `removed`: the call sites of spans and probe meet stand-ins that do nothing. `off`: as shipped. `probe`:
+with VLLM_MM_CACHE_PROBE=1, its lines written to a file. `spans`: every request sampled, all spans written to a file.
 """
 
 from __future__ import annotations

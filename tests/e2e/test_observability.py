@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import time
 from collections import defaultdict
@@ -113,6 +114,30 @@ def test_a_dashboard_made_for_vllm_works(prometheus: Prometheus) -> None:
         f"sum by(finished_reason) (increase(vllm:request_success_total{selector}[1m]))"
     )}  # fmt: skip
     assert {"stop", "length", "abort", "error"} == reasons
+
+
+def test_rays_own_serve_dashboard_works(prometheus: Prometheus) -> None:
+    """The panels that Ray generates for its Serve LLM view, those about metrics that this application has."""
+    from ray.dashboard.modules.metrics.dashboards.serve_llm_dashboard_panels import serve_llm_dashboard_config
+
+    ours = {
+        f"ray_{metric.name.replace(':', '_')}{suffix}"
+        for metric in DEFINITIONS
+        for suffix in ("", "_total", "_bucket", "_count", "_sum")
+    }
+    variables = {"$vllm_model_name": MODEL, "$workerid": ".*", "$deployment": ".*", "$interval": "1m"}
+    asked: dict[str, int] = {}
+    for panel in [panel for row in serve_llm_dashboard_config.rows for panel in row.panels]:
+        for target in panel.targets:
+            names = set(re.findall(r"ray_vllm_\w+", target.expr))
+            if not names or not names <= ours:
+                continue
+            expression = target.expr.format(global_filters='SessionName=~".*"')
+            for variable, value in variables.items():
+                expression = expression.replace(variable, value)
+            asked[f"{panel.title}: {expression}"] = len(prometheus.query(expression))
+    assert len(asked) > 15
+    assert not [expression for expression, found in asked.items() if not found]
 
 
 def test_one_trace_runs_through_renderer_scheduler_and_rank(one_rank: Application, otlp: Receiver) -> None:
