@@ -31,6 +31,12 @@ class EnginePlan:
         """Ray CPUs that each rank reserves: fractions on a CPU host, so that sixteen ranks fit two cores."""
         return 1.0 if self.device == "neuron" else 0.01
 
+    @property
+    def rank_bundle(self) -> dict[str, float]:
+        """Ray resources of each rank: its bundle of the placement group."""
+        neuron_cores = {"neuron_cores": 1.0} if self.device == "neuron" else {}
+        return {"CPU": self.cpus_per_rank, **neuron_cores}
+
     def bucket_names(self) -> list[str]:
         """Every graph that a step can run, smallest first. Context is at least as long as the step's own tokens."""
         sizes = product(self.prefill_tokens, self.context_tokens)
@@ -103,6 +109,11 @@ def make_plan(config: EngineConfig, neuron_cores: int = 0) -> EnginePlan:
 
 def _check(plan: EnginePlan) -> None:
     config = plan.config
+    if plan.device == "cpu" and config.parallel.collectives == "xla":
+        raise ConfigError(
+            "parallel.collectives = 'xla': it joins ranks on NeuronCores, and the ranks run on the CPU; "
+            "expected auto, shared_memory or gloo"
+        )
     if plan.vision_patches[-1] < plan.max_image_patches:
         raise ConfigError(
             f"buckets.vision_patches = {list(plan.vision_patches)}: the largest must hold the largest image of "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from actors.messages import Command, RankOutput, WarmUp
+from actors.neuron_cores import CORES_VARIABLE, LNC_VARIABLE, set_runtime_environment
 from actors.pixels import PixelMailbox
 from actors.plan import EnginePlan
 from actors.step_channel import serve_socket
@@ -20,7 +21,7 @@ class RankActor:
     """One SPMD rank. Wrapped by `ray.remote` in RankGroup; its methods run on the threads of a threaded actor."""
 
     def __init__(self, rank: int, plan: EnginePlan, engine: str, ray_tags: dict[str, str]) -> None:
-        """`ray_tags`: deployment and replica that this rank's metrics are tagged with in Ray."""
+        """`rank` may still change, by `take_core`. `ray_tags`: what this rank's metrics are tagged with in Ray."""
         self.rank = rank
         self.plan = plan
         self.engine = engine
@@ -31,10 +32,20 @@ class RankActor:
         self._encoder = msgspec.msgpack.Encoder()
 
     def describe(self) -> dict[str, Any]:
-        """Where this rank runs: process id and Ray node id."""
+        """Where this rank runs: process id, Ray node id, and the variables that name its NeuronCores."""
         import ray
 
-        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+        return {
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "cores": os.environ.get(CORES_VARIABLE),
+            "lnc": os.environ.get(LNC_VARIABLE),
+        }
+
+    def take_core(self, rank: int, variables: dict[str, str]) -> None:
+        """On NeuronCores, before `load`: the rank that this actor's core makes it, and the runtime's variables."""
+        set_runtime_environment(variables)
+        self.rank = rank
 
     def load(self, collectives: str, rendezvous: str) -> dict[str, float]:
         """Join the collectives and read this rank's slice of the weights. Returns seconds and bytes."""

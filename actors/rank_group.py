@@ -17,9 +17,18 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.messages import RankOutput, SchedulerOutput, WarmUp
+from actors.neuron_cores import (
+    check_gang,
+    core_order,
+    parse_cores,
+    read_instance,
+    root_address,
+    runtime_environment,
+)
 from actors.plan import EnginePlan
 from actors.rank_actor import RankActor
 from actors.step_channel import ActorCallChannel, RankFailure, SocketChannel, StepChannel
+from configs.engine import ConfigError
 from neuron.vision_packing import pack
 from telemetry import probe, spans
 from telemetry.prometheus import METRICS_VARIABLE, forget_process
@@ -85,7 +94,8 @@ class RankGroup:
     # Start and stop
 
     def start(self) -> None:
-        """Place, load and warm the gang. Raises RankFailure, or what a rank's load raised."""
+        """Place, load and warm the gang. Raises RankFailure, ConfigError for NeuronCores that do not fit, or what a
+        rank's load raised."""
         try:
             nodes = self._place()
             self._load(nodes)
@@ -112,8 +122,10 @@ class RankGroup:
     def _place(self) -> list[str]:
         begin = time.monotonic()
         remote = ray.remote(RankActor)
+        resources = {name: amount for name, amount in self.plan.rank_bundle.items() if name != "CPU"}
         for rank in range(self.world_size):
             options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 8, "runtime_env": {"env_vars": _environment()}}
+            options["resources"] = resources
             if self._placement_group is not None:
                 options["num_cpus"] = self.plan.cpus_per_rank
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -122,7 +134,30 @@ class RankGroup:
             self._actors.append(remote.options(**options).remote(rank, self.plan, self._engine, self._ray_tags))
         places = self._gather("placed", [actor.describe.remote() for actor in self._actors], begin)
         self._pids = [place["pid"] for place in places]
+        if self.plan.device == "neuron":
+            self._take_cores(places)
         return [place["node"] for place in places]
+
+    def _take_cores(self, places: list[dict[str, Any]]) -> None:
+        """Check the NeuronCores that Ray gave and number the ranks in their order: Ray may give an actor any core."""
+        own_node = ray.get_runtime_context().get_node_id()
+        if {place["node"] for place in places} != {own_node}:
+            raise ConfigError(
+                "parallel.device = 'neuron': ranks were placed on other nodes than their scheduler's; the NeuronCores "
+                "of a gang are on one instance: expected placement_group_strategy: STRICT_PACK"
+            )
+        cores = [parse_cores(place["cores"]) for place in places]
+        check_gang(cores, read_instance(), self.config.parallel.logical_neuroncore_config, places[0]["lnc"])
+        order = core_order(cores)
+        self._actors = [self._actors[index] for index in order]
+        self._pids = [self._pids[index] for index in order]
+        root = root_address(ray.util.get_node_ip_address(), cores[order[0]])
+        ray.get(
+            [
+                actor.take_core.remote(rank, runtime_environment(rank, self.world_size, root, cores[index]))
+                for rank, (actor, index) in enumerate(zip(self._actors, order, strict=True))
+            ]
+        )
 
     def _load(self, nodes: list[str]) -> None:
         begin = time.monotonic()
@@ -130,7 +165,7 @@ class RankGroup:
         parallel = self.config.parallel
         collectives = parallel.collectives
         if collectives == "auto":
-            collectives = "shared_memory" if local else "gloo"
+            collectives = "xla" if self.plan.device == "neuron" else "shared_memory" if local else "gloo"
         rendezvous = self._rendezvous(collectives)
         loaded = self._gather("loaded", [actor.load.remote(collectives, rendezvous) for actor in self._actors], begin)
         self.start_figures.load_seconds = time.monotonic() - begin

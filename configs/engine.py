@@ -52,8 +52,10 @@ class ParallelSettings(Settings):
     """CPU device: torch threads of each rank."""
     step_channel: Literal["auto", "socket", "actor_call"] = "auto"
     """How a step reaches the ranks. auto: local sockets for a gang on one node, actor calls between nodes."""
-    collectives: Literal["auto", "shared_memory", "gloo"] = "auto"
-    """auto: shared memory for CPU ranks on one node, gloo between nodes."""
+    logical_neuroncore_config: Literal[1, 2] = 2
+    """NeuronCores: physical cores of a logical one (LNC), as NEURON_LOGICAL_NC_CONFIG has it on every node."""
+    collectives: Literal["auto", "shared_memory", "gloo", "xla"] = "auto"
+    """auto: xla for ranks on NeuronCores, shared memory for CPU ranks on one node, gloo between nodes."""
     collective_timeout_s: float = Field(60.0, gt=0)
     """A collective or a step that takes longer ends with an error."""
 

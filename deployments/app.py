@@ -22,11 +22,10 @@ def build(args: EngineConfig) -> Application:
     prometheus.wipe_stale(args.telemetry.multiproc_dir)
     variables = prometheus.environment(args.telemetry.multiproc_dir) | probe.environment() | spans.environment()
     actor_options = {"num_cpus": _REPLICA_CPUS, "runtime_env": {"env_vars": variables}}
-    rank_bundle = {"CPU": plan.cpus_per_rank}
     scheduler = serve.deployment(
         name="Scheduler",
         ray_actor_options=actor_options,
-        placement_group_bundles=[{"CPU": _REPLICA_CPUS}] + [rank_bundle] * args.parallel.world_size,
+        placement_group_bundles=[{"CPU": _REPLICA_CPUS}] + [plan.rank_bundle] * args.parallel.world_size,
         placement_group_strategy="STRICT_PACK",
         max_ongoing_requests=4096,
         health_check_timeout_s=60,

@@ -27,8 +27,19 @@ def test_a_room_imports_only_rooms_above_it(room: str) -> None:
         assert rooms <= allowed, f"{file.relative_to(ROOT)} imports {sorted(rooms - allowed)}"
 
 
+def test_one_module_imports_what_pypi_does_not_have() -> None:
+    importers = {
+        str(file.relative_to(ROOT))
+        for room in ROOMS
+        for file in (ROOT / room).rglob("*.py")
+        if {module.split(".")[0] for module in imports_of(file)} & {"torch_xla", "torch_neuronx", "libneuronxla"}
+    }
+    assert importers == {"neuron/device/xla_imports.py"}
+
+
 PLAIN = (
     "actors.messages",
+    "actors.neuron_cores",
     "actors.plan",
     "configs.engine",
     "deployments.scheduler.scheduler",

@@ -1,7 +1,7 @@
-"""What the ranks of a gang exchange: one small interface, two implementations.
+"""What the ranks of a gang exchange: one small interface and its implementations.
 
 `create_collectives(kind, ...)` joins the gang. Kinds: `shared_memory` (ranks on one CPU host), `gloo` (CPU ranks on any
-hosts), and what `register_collectives` adds (a Neuron backend).
+hosts), `xla` (ranks on NeuronCores; it has not run on hardware), and what `register_collectives` adds.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from neuron.collectives.interface import CollectiveError, Collectives
 from neuron.collectives.shared_memory import SharedMemoryCollectives
 from neuron.collectives.torch_distributed import TorchDistributedCollectives
+from neuron.collectives.xla import XlaCollectives
 
 __all__ = [
     "CollectiveError",
@@ -16,6 +17,7 @@ __all__ = [
     "Collectives",
     "SharedMemoryCollectives",
     "TorchDistributedCollectives",
+    "XlaCollectives",
     "create_collectives",
     "register_collectives",
 ]
@@ -26,6 +28,7 @@ CollectiveFactory = Callable[[int, int, str, float], Collectives]
 _FACTORIES: dict[str, CollectiveFactory] = {
     "shared_memory": SharedMemoryCollectives,
     "gloo": TorchDistributedCollectives,
+    "xla": XlaCollectives,
 }
 
 
@@ -38,9 +41,10 @@ def create_collectives(kind: str, rank: int, world_size: int, rendezvous: str, t
     """Join the gang as `rank` and return once every rank has joined.
 
     rendezvous: a token that no other living gang uses (`shared_memory`: letters, digits, `.`, `_`, `-`), or the
-        init_method of torch.distributed (`gloo`: `tcp://host:port`, `file:///path`).
+        init_method of torch.distributed (`gloo`, `xla`: `tcp://host:port`, `file:///path`).
     timeout_s: bounds joining and every later collective, in seconds.
-    Raises CollectiveError when ranks are missing, ValueError for an argument that cannot be right.
+    Raises CollectiveError when ranks are missing, ValueError for an argument that cannot be right, ConfigError when
+    what `xla` needs is not installed.
     """
     factory = _FACTORIES.get(kind)
     if factory is None:

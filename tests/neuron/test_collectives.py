@@ -1,4 +1,7 @@
-"""Both implementations of the collectives, with real processes, against what a single process computes."""
+"""Every implementation of the collectives, with real processes, against what a single process computes.
+
+`xla` runs over a stand-in for torch_xla that carries its calls over gloo.
+"""
 
 import multiprocessing
 import os
@@ -15,8 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from actors.neuron_cores import runtime_environment, set_runtime_environment
+from configs.engine import ConfigError
 from neuron.collectives import CollectiveError, SharedMemoryCollectives, create_collectives, register_collectives
 from neuron.collectives.segment import Segment, segment_path
+from tests.support import fake_torch_xla
 
 SLOT_BYTES = 4096
 """Small, so that ordinary shapes go in chunks."""
@@ -39,6 +45,9 @@ def make_token(kind: str) -> str:
 def join(kind: str, rank: int, world_size: int, token: str, timeout_s: float, slot_bytes: int) -> Any:
     if kind == "shared_memory":
         return SharedMemoryCollectives(rank, world_size, token, timeout_s, slot_bytes)
+    if kind == "xla":
+        set_runtime_environment(runtime_environment(rank, world_size, "127.0.0.1:62182", [rank]))
+        fake_torch_xla.install()
     return create_collectives(kind, rank, world_size, token, timeout_s)
 
 
@@ -101,7 +110,9 @@ class Gang:
             process.join()
 
 
-@pytest.fixture(scope="module", params=[("shared_memory", 2), ("shared_memory", 4), ("shared_memory", 16), ("gloo", 2)])
+@pytest.fixture(
+    scope="module", params=[("shared_memory", 2), ("shared_memory", 4), ("shared_memory", 16), ("gloo", 2), ("xla", 2)]
+)
 def gang(request: pytest.FixtureRequest) -> Iterator[Gang]:
     gang = Gang(*request.param)
     yield gang
@@ -327,6 +338,47 @@ def test_gloo_names_the_missing_rank(make_gang: Callable[..., Gang]) -> None:
     [(seconds, error)] = gang.run(run_timed, ranks=[0])
     assert seconds < 20
     assert error.missing_ranks == (1,)
+
+
+def run_late_barrier(collectives: Any, late: int) -> float:
+    """Seconds in a barrier to which rank `late` comes half a second late."""
+    if collectives.rank == late:
+        time.sleep(0.5)
+    begin = time.monotonic()
+    collectives.barrier()
+    return time.monotonic() - begin
+
+
+def test_a_barrier_waits_for_every_rank(gang: Gang) -> None:
+    early, late = gang.run(run_late_barrier, 1)[:2]
+    assert early > 0.3
+    assert late < 0.3
+
+
+def test_xla_names_the_missing_rank(make_gang: Callable[..., Gang]) -> None:
+    gang = make_gang("xla", 2, timeout_s=5.0)
+    os.kill(gang.pids[1], signal.SIGKILL)
+    [error] = gang.run(run_barrier, ranks=[0])
+    assert isinstance(error, CollectiveError)
+    assert error.missing_ranks == (1,)
+
+
+def test_xla_needs_the_runtime_to_see_the_gang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch_xla does without the runtime's variables: it counts one device, and every collective is a copy."""
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    monkeypatch.delenv("NEURON_PJRT_PROCESSES_NUM_DEVICES", raising=False)
+    monkeypatch.delenv("NEURON_PJRT_PROCESS_INDEX", raising=False)
+    monkeypatch.setattr(torch.distributed, "barrier", torch.distributed.barrier)
+    fake_torch_xla.install()
+    with pytest.raises(CollectiveError, match="the XLA runtime is device 0 of 1, expected 1 of 2: NEURON_PJRT_PROCESS"):
+        create_collectives("xla", 1, 2, make_token("xla"), 1.0)
+
+
+def test_xla_without_its_packages_says_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    with pytest.raises(ConfigError, match=r"torch_xla.*install torch-neuronx from AWS's package index"):
+        create_collectives("xla", 0, 2, make_token("xla"), 1.0)
+    assert create_collectives("xla", 0, 1, make_token("xla"), 1.0).world_size == 1
 
 
 def run_interrupted(collectives: Any) -> str:

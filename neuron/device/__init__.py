@@ -1,0 +1,1 @@
+"""The devices that a rank's graphs run on."""

@@ -1,0 +1,40 @@
+"""The one module that imports torch_xla and torch_neuronx, which are no requirements of the CPU device."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from configs.engine import ConfigError
+
+
+@dataclass(frozen=True)
+class Xla:
+    """What the project uses of torch_xla."""
+
+    torch_xla: Any
+    xla_model: Any
+    """torch_xla.core.xla_model"""
+    runtime: Any
+    """torch_xla.runtime"""
+
+
+def import_xla() -> Xla:
+    """Import torch_xla, and torch_neuronx where PJRT_DEVICE is NEURON. Registers torch.distributed's backend `xla`.
+
+    The import reads the runtime's variables: they must have been set (actors/neuron_cores.py).
+    Raises ConfigError when a package is missing.
+    """
+    try:
+        import torch_xla
+        import torch_xla.core.xla_model as xla_model
+        import torch_xla.distributed.xla_backend
+        import torch_xla.runtime as runtime
+
+        if os.environ.get("PJRT_DEVICE") == "NEURON":
+            import torch_neuronx  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"parallel.device = 'neuron': {error}; install torch-neuronx from AWS's package index on every node "
+            '(README.md, "On Trainium"), or set parallel.device: cpu'
+        ) from error
+    return Xla(torch_xla, xla_model, runtime)
