@@ -18,7 +18,6 @@ from tests.support.otlp_receiver import Receiver
 from tests.support.prometheus_server import Prometheus
 
 MODEL = "digits-vl"
-RAY_DISCOVERY = "/tmp/ray/prom_metrics_service_discovery.json"
 SUFFIX = {"counter": "_total", "gauge": "", "histogram": "_count"}
 
 # What vLLM's own dashboard asks for, by panel.
@@ -52,7 +51,7 @@ def prometheus(one_rank: Application, tmp_path_factory: pytest.TempPathFactory) 
     address = one_rank.url.removeprefix("http://")
     jobs = [
         {"job_name": "application", "static_configs": [{"targets": [address]}]},
-        {"job_name": "ray", "file_sd_configs": [{"files": [RAY_DISCOVERY], "refresh_interval": "1s"}]},
+        {"job_name": "ray", "file_sd_configs": [{"files": [one_rank.ray_discovery], "refresh_interval": "1s"}]},
     ]
     with Prometheus(tmp_path_factory.mktemp("prometheus"), jobs) as server:
         for seed in range(12):

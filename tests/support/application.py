@@ -58,7 +58,8 @@ class Application:
     def __enter__(self) -> "Application":
         drop = {"RAY_ADDRESS", "PROMETHEUS_MULTIPROC_DIR"}
         environment = {key: value for key, value in os.environ.items() if key not in drop}
-        environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", **self._environment}
+        environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_TMPDIR": self._folder.name}
+        environment |= self._environment
         begin = time.monotonic()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -98,6 +99,11 @@ class Application:
         """Of `serve run`, whose descendants are the whole application."""
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def ray_discovery(self) -> str:
+        """The file in which this application's Ray cluster names its metric endpoints to Prometheus."""
+        return f"{self._folder.name}/ray/prom_metrics_service_discovery.json"
 
     @property
     def client(self) -> openai.OpenAI:
