@@ -28,6 +28,7 @@ def test_a_room_imports_only_rooms_above_it(room: str) -> None:
 
 
 PLAIN = (
+    "actors.memory_plan",
     "actors.messages",
     "actors.plan",
     "configs.engine",
