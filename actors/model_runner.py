@@ -73,7 +73,7 @@ class ModelRunner:
         self._model = self._family.load_model(config.model.folder, collectives, dtype, plan.device)
         self._kv = KVBlocks(
             num_layers=self._model_config.num_layers,
-            num_blocks=config.kv_cache.num_blocks,
+            num_blocks=config.kv_cache.planned_num_blocks,
             block_size=config.kv_cache.block_size,
             num_kv_heads=self._model_config.num_local_kv_heads(self._world_size),
             head_dim=self._model_config.head_dim,

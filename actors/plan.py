@@ -3,11 +3,15 @@
 import json
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
+from actors.memory_plan import ITEMSIZE, MemoryPlan, plan_memory
 from configs.engine import ConfigError, EngineConfig
 from neuron.models import load_model_config
 from neuron.models.interface import CheckpointError
+
+PROCESSOR = "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,8 @@ class EnginePlan:
     """Settings with every derived value filled in. The same on every process of an engine."""
 
     config: EngineConfig
+    """With every setting that is derived from the memory plan."""
+    memory: MemoryPlan
     device: Literal["cpu", "neuron"]
     dtype: Literal["float32", "bfloat16"]
     max_image_patches: int
@@ -38,15 +44,8 @@ class EnginePlan:
         return {"CPU": self.cpus_per_rank, **neuron_cores}
 
     def bucket_names(self) -> list[str]:
-        """Every graph that a step can run, smallest first. Context is at least as long as the step's own tokens."""
-        sizes = product(self.prefill_tokens, self.context_tokens)
-        prefill = [(tokens, context) for tokens, context in sizes if context >= tokens]
-        return [
-            *(f"encode/{patches}" for patches in self.vision_patches),
-            *(f"prefill/{tokens}x{context}" for tokens, context in prefill),
-            *(f"prefill_images/{tokens}x{context}" for tokens, context in prefill),
-            *(f"decode/{seqs}x{context}" for seqs, context in product(self.decode_seqs, self.context_tokens)),
-        ]
+        """Every graph that a step can run, smallest first."""
+        return _bucket_names(self.prefill_tokens, self.decode_seqs, self.context_tokens, self.vision_patches)
 
     def describe(self) -> dict[str, Any]:
         """The derived values, for the log at start."""
@@ -56,8 +55,8 @@ class EnginePlan:
             "ranks": config.parallel.world_size,
             "device": self.device,
             "dtype": self.dtype,
-            "kv_blocks": config.kv_cache.num_blocks,
-            "kv_tokens": config.kv_cache.num_blocks * config.kv_cache.block_size,
+            "kv_blocks": config.kv_cache.planned_num_blocks,
+            "kv_tokens": config.kv_cache.planned_num_blocks * config.kv_cache.block_size,
             "encoder_cache_blocks": config.encoder_cache.num_blocks,
             "encoder_cache_embeddings": (config.encoder_cache.num_blocks - 1) * config.encoder_cache.block_size,
             "prefill_tokens": self.prefill_tokens,
@@ -70,7 +69,6 @@ class EnginePlan:
 
 def make_plan(config: EngineConfig, neuron_cores: int = 0) -> EnginePlan:
     """Derive the plan; `neuron_cores` is what the cluster has. Raises ConfigError naming the setting."""
-    folder = config.model.folder
     device = config.parallel.device
     if device == "auto":
         device = "neuron" if neuron_cores else "cpu"
@@ -79,32 +77,83 @@ def make_plan(config: EngineConfig, neuron_cores: int = 0) -> EnginePlan:
             "parallel.device: NeuronCores were chosen, and this version has no Neuron backend yet; "
             "set parallel.device: cpu to run on the host's processors"
         )
+    return _derive(config, device)
+
+
+def preview_plan(config: EngineConfig) -> EnginePlan:
+    """The plan for a device that need not be here, and a model of which config.json may be all there is.
+
+    Without an image processor, buckets.vision_patches must be set. Raises ConfigError naming the setting.
+    """
+    device: Literal["cpu", "neuron"] = "neuron" if config.parallel.device == "neuron" else "cpu"
+    if config.buckets.vision_patches is None or (config.model.folder / PROCESSOR).exists():
+        return _derive(config, device)
+    return _derive(config, device, max_image_patches=config.buckets.vision_patches[-1])
+
+
+def _derive(config: EngineConfig, device: Literal["cpu", "neuron"], max_image_patches: int | None = None) -> EnginePlan:
+    """max_image_patches: None: as the checkpoint's image processor says."""
+    folder = config.model.folder
     try:
         model_config = load_model_config(folder)
         model_config.validate(config.parallel.world_size)
     except CheckpointError as error:
         raise ConfigError(f"model.path = {config.model.path!r}: {error}") from error
-    processor = json.loads((folder / "preprocessor_config.json").read_text())
-    patch = processor["patch_size"]
-    max_image_patches = processor["size"]["longest_edge"] // patch**2
+    if max_image_patches is None:
+        max_image_patches = _largest_image(folder / PROCESSOR)
     dtype: Any = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else model_config.torch_dtype
+        if dtype not in ITEMSIZE:
+            raise ConfigError(f"model.dtype = 'auto': the checkpoint's is {dtype}, expected {' or '.join(ITEMSIZE)}")
     buckets = config.buckets
-    context = _ladder(256, _round_up(config.model.max_model_len, config.kv_cache.block_size), factor=4)
+    prefill_tokens = buckets.prefill_tokens or _ladder(32, config.scheduler.max_num_batched_tokens, factor=4)
+    decode_seqs = buckets.decode_seqs or _ladder(1, config.scheduler.max_num_seqs, factor=4)
+    longest = _round_up(config.model.max_model_len, config.kv_cache.block_size)
+    context_tokens = buckets.context_tokens or _ladder(256, longest, factor=4)
+    vision_patches = buckets.vision_patches or _ladder(64, _round_up(max_image_patches, 128), factor=4)
+    names = _bucket_names(prefill_tokens, decode_seqs, context_tokens, vision_patches)
+    memory = plan_memory(config, model_config, device, dtype, names)
     plan = EnginePlan(
-        config=config,
+        config=memory.config,
+        memory=memory,
         device=device,
         dtype=dtype,
         max_image_patches=max_image_patches,
         merge_area=model_config.merge_area,
-        prefill_tokens=buckets.prefill_tokens or _ladder(32, config.scheduler.max_num_batched_tokens, factor=4),
-        decode_seqs=buckets.decode_seqs or _ladder(1, config.scheduler.max_num_seqs, factor=4),
-        context_tokens=buckets.context_tokens or context,
-        vision_patches=buckets.vision_patches or _ladder(64, _round_up(max_image_patches, 128), factor=4),
+        prefill_tokens=prefill_tokens,
+        decode_seqs=decode_seqs,
+        context_tokens=context_tokens,
+        vision_patches=vision_patches,
     )
     _check(plan)
     return plan
+
+
+def _largest_image(processor: Path) -> int:
+    """Patches of the largest image that a checkpoint's processor makes."""
+    try:
+        settings = json.loads(processor.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"model.path: {processor} does not exist: expected a checkpoint's folder") from None
+    return settings["size"]["longest_edge"] // settings["patch_size"] ** 2
+
+
+def _bucket_names(
+    prefill_tokens: tuple[int, ...],
+    decode_seqs: tuple[int, ...],
+    context_tokens: tuple[int, ...],
+    vision_patches: tuple[int, ...],
+) -> list[str]:
+    """Context is at least as long as the step's own tokens."""
+    sizes = product(prefill_tokens, context_tokens)
+    prefill = [(tokens, context) for tokens, context in sizes if context >= tokens]
+    return [
+        *(f"encode/{patches}" for patches in vision_patches),
+        *(f"prefill/{tokens}x{context}" for tokens, context in prefill),
+        *(f"prefill_images/{tokens}x{context}" for tokens, context in prefill),
+        *(f"decode/{seqs}x{context}" for seqs, context in product(decode_seqs, context_tokens)),
+    ]
 
 
 def _check(plan: EnginePlan) -> None:

@@ -47,7 +47,7 @@ class StepInputs:
         self._blocks = blocks
         self._encoder_cache = encoder_cache
         self._block_size = plan.config.kv_cache.block_size
-        self._scratch_block = plan.config.kv_cache.num_blocks
+        self._scratch_block = plan.config.kv_cache.planned_num_blocks
         self._scratch_slot = self._scratch_block * self._block_size
         self._scratch_row = (plan.config.encoder_cache.num_blocks - 1) * plan.config.encoder_cache.block_size
         self._max_seqs = plan.config.scheduler.max_num_seqs

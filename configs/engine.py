@@ -63,9 +63,23 @@ class ParallelSettings(Settings):
 class KVCacheSettings(Settings):
     block_size: int = Field(16, ge=1)
     """Tokens of one KV block."""
-    num_blocks: int = Field(4096, ge=2)
-    """KV blocks, beside the scratch block."""
+    num_blocks: int | None = Field(None, ge=2)
+    """KV blocks, beside the scratch block. None: what remains of each rank's memory; 4096 where no limit is known."""
     enable_prefix_caching: bool = True
+
+    @property
+    def planned_num_blocks(self) -> int:
+        """num_blocks, which `actors.plan` fills in where it is derived. Raises ConfigError before."""
+        if self.num_blocks is None:
+            raise ConfigError("kv_cache.num_blocks is not derived yet: use the plan's config")
+        return self.num_blocks
+
+
+class MemorySettings(Settings):
+    hbm_bytes_per_rank: int | None = Field(None, ge=1)
+    """Device memory of a rank. None: 24 GiB on Neuron devices (a Trn2 logical core at LNC=2), no limit on the CPU."""
+    utilization: float = Field(0.9, gt=0, le=1)
+    """Part of it that weights, caches and activations may take; programs and the runtime need the rest."""
 
 
 class EncoderCacheSettings(Settings):
@@ -141,6 +155,7 @@ class TelemetrySettings(Settings):
 class EngineConfig(Settings):
     model: ModelSettings = ModelSettings()
     parallel: ParallelSettings = ParallelSettings()
+    memory: MemorySettings = MemorySettings()
     kv_cache: KVCacheSettings = KVCacheSettings()
     encoder_cache: EncoderCacheSettings = EncoderCacheSettings()
     processor_cache: ProcessorCacheSettings = ProcessorCacheSettings()
@@ -173,11 +188,11 @@ class EngineConfig(Settings):
             bucket = getattr(self.buckets, name)
             if bucket is not None and (not bucket or list(bucket) != sorted(set(bucket)) or bucket[0] < 1):
                 raise ValueError(f"buckets.{name} = {list(bucket)}: expected positive sizes in ascending order")
-        kv_tokens = self.kv_cache.num_blocks * self.kv_cache.block_size
-        if kv_tokens < self.model.max_model_len:
+        num_blocks, block_size = self.kv_cache.num_blocks, self.kv_cache.block_size
+        if num_blocks is not None and num_blocks * block_size < self.model.max_model_len:
             raise ValueError(
-                f"kv_cache.num_blocks = {self.kv_cache.num_blocks} blocks of {self.kv_cache.block_size} hold "
-                f"{kv_tokens} tokens: expected at least model.max_model_len = {self.model.max_model_len}"
+                f"kv_cache.num_blocks = {num_blocks} blocks of {block_size} hold {num_blocks * block_size} tokens: "
+                f"expected at least model.max_model_len = {self.model.max_model_len}"
             )
         return self
 

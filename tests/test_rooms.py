@@ -38,6 +38,7 @@ def test_one_module_imports_what_pypi_does_not_have() -> None:
 
 
 PLAIN = (
+    "actors.memory_plan",
     "actors.messages",
     "actors.neuron_cores",
     "actors.plan",

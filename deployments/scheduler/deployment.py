@@ -29,7 +29,10 @@ class SchedulerDeployment:
         logger = configure()
         spans.configure("scheduler", config.telemetry.spans_file)
         plan = make_plan(config, neuron_cores=int(ray.cluster_resources().get("neuron_cores", 0)))
+        config = plan.config
         logger.info("plan: %s", ", ".join(f"{key}={value}" for key, value in plan.describe().items()))
+        for line in plan.memory.table():
+            logger.info("%s", line)
         tags = replica_tags()
         group = RankGroup(
             plan, StartReport(), ENGINE, placement_group=ray.util.get_current_placement_group(), ray_tags=tags

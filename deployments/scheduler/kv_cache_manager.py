@@ -16,7 +16,7 @@ class KVCacheManager:
 
     def __init__(self, settings: KVCacheSettings) -> None:
         self.block_size = settings.block_size
-        self.pool = BlockPool(settings.num_blocks)
+        self.pool = BlockPool(settings.planned_num_blocks)
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._caching = settings.enable_prefix_caching

@@ -54,7 +54,7 @@ class EngineStats:
             metrics.CACHE_CONFIG_INFO,
             1,
             block_size=str(config.kv_cache.block_size),
-            num_gpu_blocks=str(config.kv_cache.num_blocks),
+            num_gpu_blocks=str(config.kv_cache.planned_num_blocks),
             enable_prefix_caching=str(config.kv_cache.enable_prefix_caching),
             encoder_cache_block_size=str(config.encoder_cache.block_size),
             encoder_cache_num_blocks=str(config.encoder_cache.num_blocks),

@@ -104,6 +104,22 @@ class DecodeInputs(NamedTuple):
     """[S] tokens to read, the new one included; padding: 0."""
 
 
+class RankMemory(Protocol):
+    """Bytes that one rank needs. The four graphs' are upper estimates of their activations, inputs included."""
+
+    def weights(self) -> int:
+        """Exactly `Model.nbytes`."""
+
+    def encode(self, patches: int) -> int:
+        """Of `encode` and `write_embeddings` on an attention block of so many patches."""
+
+    def prefill(self, tokens: int, context: int, num_logits: int, images: bool) -> int:
+        """Of T tokens that read C and S rows of logits, with or without the gather of image tokens."""
+
+    def decode(self, seqs: int, context: int) -> int:
+        """Of S sequences that read so many tokens each."""
+
+
 class ModelConfig(Protocol):
     """What config.json says, beside the family's own fields."""
 
@@ -129,6 +145,12 @@ class ModelConfig(Protocol):
 
     def num_local_kv_heads(self, world_size: int) -> int:
         """KV heads that one rank holds."""
+
+    def num_embeddings(self, width: int, height: int) -> int:
+        """Of an image of so many pixels that the processor leaves at its size."""
+
+    def memory(self, world_size: int, itemsize: int) -> RankMemory:
+        """What one of `world_size` ranks needs, at `itemsize` bytes for a value."""
 
 
 class Model(Protocol):

@@ -90,7 +90,9 @@ class Stack:
     def __init__(self, config: EngineConfig, check_invariants: bool = True) -> None:
         assert config.parallel.world_size == 1
         recorder = create_recorder(config.model, ENGINE)
-        self.gang = LocalGang(make_plan(config), recorder)
+        plan = make_plan(config)
+        config = plan.config
+        self.gang = LocalGang(plan, recorder)
         self.scheduler = Scheduler(config)
         self.counts: Counter[str] = Counter()
         self._count_stats()

@@ -1,4 +1,5 @@
-"""Qwen3-VL: `config`, `positions` (M-RoPE), `vision` and `text` towers, `model` (the graphs), `weights` (the reader).
+"""Qwen3-VL: `config`, `positions` (M-RoPE), `vision` and `text` towers, `model` (the graphs), `weights` (the reader),
+`memory` (bytes per rank).
 
 The text model is tensor parallel over all ranks; every rank has the whole vision tower. Torch is imported by
 `load_model` only.

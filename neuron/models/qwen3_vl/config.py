@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron.models.interface import CheckpointError
+from neuron.models.qwen3_vl.memory import Qwen3VLMemory
 
 TEXT_ACTIVATIONS = ("silu",)
 VISION_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
@@ -140,6 +141,15 @@ class Qwen3VLConfig:
         count = self.num_local_kv_heads(world_size)
         first = rank * self.text.num_kv_heads // world_size
         return range(first, first + count)
+
+    def num_embeddings(self, width: int, height: int) -> int:
+        """Of an image of so many pixels; each side is rounded to whole embeddings."""
+        side = self.vision.patch_size * self.vision.spatial_merge_size
+        return max(1, round(width / side)) * max(1, round(height / side))
+
+    def memory(self, world_size: int, itemsize: int) -> Qwen3VLMemory:
+        """What one of `world_size` ranks needs, at `itemsize` bytes for a value."""
+        return Qwen3VLMemory(self, world_size, itemsize)
 
     def validate(self, world_size: int) -> None:
         """Raises CheckpointError naming the field that does not split over `world_size` ranks."""
