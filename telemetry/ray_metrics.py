@@ -4,9 +4,11 @@ Ray keeps no colons: `vllm:mm_cache_hits` is `vllm_mm_cache_hits` here, and `ray
 Every series is tagged with deployment, replica and, on ranks, `rank`; nothing is summed over processes.
 """
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 from ray.util import metrics as ray_metrics
 
 from telemetry.metrics import DEFINITIONS, Metric
@@ -23,6 +25,8 @@ class RayExporter:
     """One process's series. `common`: model_name, engine and those of TAGS that apply; the others are empty."""
 
     def __init__(self, common: Mapping[str, str], max_model_len: int) -> None:
+        self._gauges: dict[tuple[str, ...], tuple[Any, float, dict[str, str]]] = {}
+        """(metric, its labels) -> Ray's metric, its value and the labels, as last set."""
         self._common = dict.fromkeys(TAGS, "") | dict(common)
         self._metrics: dict[str, Any] = {}
         for definition in DEFINITIONS:
@@ -37,6 +41,14 @@ class RayExporter:
                 metric = ray_metrics.Histogram(name, documentation, bounds, keys)
             metric.set_default_tags(self._common)
             self._metrics[definition.name] = metric
+        threading.Thread(target=self._keep_gauges, name="ray gauges", daemon=True).start()
+
+    def _keep_gauges(self) -> None:
+        """Ray forgets a gauge that was not set since its last report: set each again, twice per report."""
+        wait = threading.Event().wait
+        while not wait(max(1000, ray._config.metrics_report_interval_ms()) / 2000):
+            for gauge, value, labels in list(self._gauges.values()):
+                gauge.set(value, labels)
 
     def add(self, metric: Metric, amount: float, labels: Mapping[str, str]) -> None:
         if amount > 0:
@@ -46,7 +58,9 @@ class RayExporter:
             self._metrics[metric.name]._record(0, dict(labels))
 
     def set(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
-        self._metrics[metric.name].set(value, dict(labels))
+        gauge = self._metrics[metric.name]
+        self._gauges[metric.name, *labels.values()] = gauge, value, dict(labels)
+        gauge.set(value, dict(labels))
 
     def observe(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
         self._metrics[metric.name].observe(value, dict(labels))

@@ -40,14 +40,18 @@ def overview() -> Row:
                 "Prompt tokens of a request, images included: what prefill and the KV cache have to hold.",
                 "suffix:tokens",
                 percentiles("vllm:request_prompt_tokens"),
-                width=12,
             ),
             lines(
                 "Answer length",
                 "Tokens generated for a request: end-to-end latency grows with them.",
                 "suffix:tokens",
                 percentiles("vllm:request_generation_tokens"),
-                width=12,
+            ),
+            lines(
+                "Longest choice",
+                "Most tokens generated for one choice of a request: below the answer length where clients set n.",
+                "suffix:tokens",
+                percentiles("vllm:request_max_num_generation_tokens"),
             ),
         ],
     )

@@ -46,6 +46,14 @@ def ask(application: Application, seed: int, images: int = 2) -> str:
     return answer.choices[0].message.content
 
 
+def work(application: Application) -> None:
+    """Traffic for a few scrapes: a rate needs two."""
+    for seed in range(12):
+        ask(application, seed)
+        time.sleep(0.4)
+    time.sleep(2)
+
+
 @pytest.fixture(scope="module")
 def prometheus(one_rank: Application, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     address = one_rank.url.removeprefix("http://")
@@ -54,9 +62,7 @@ def prometheus(one_rank: Application, tmp_path_factory: pytest.TempPathFactory) 
         {"job_name": "ray", "file_sd_configs": [{"files": [one_rank.ray_discovery], "refresh_interval": "1s"}]},
     ]
     with Prometheus(tmp_path_factory.mktemp("prometheus"), jobs) as server:
-        for seed in range(12):
-            ask(one_rank, seed)
-            time.sleep(0.5)
+        work(one_rank)
         yield server
 
 
@@ -94,7 +100,8 @@ def test_ray_tags_say_which_process(prometheus: Prometheus) -> None:
     assert labels["deployment"] == "Renderer"
 
 
-def test_a_dashboard_made_for_vllm_works(prometheus: Prometheus) -> None:
+def test_a_dashboard_made_for_vllm_works(one_rank: Application, prometheus: Prometheus) -> None:
+    work(one_rank)
     selector = f'{{model_name="{MODEL}"}}'
     for name in VLLM_QUANTILES:
         for quantile in (0.5, 0.9, 0.95, 0.99):
@@ -115,8 +122,9 @@ def test_a_dashboard_made_for_vllm_works(prometheus: Prometheus) -> None:
     assert {"stop", "length", "abort", "error"} == reasons
 
 
-def test_rays_own_serve_dashboard_works(prometheus: Prometheus) -> None:
+def test_rays_own_serve_dashboard_works(one_rank: Application, prometheus: Prometheus) -> None:
     """The panels that Ray generates for its Serve LLM view, those about metrics that this application has."""
+    work(one_rank)
     from ray.dashboard.modules.metrics.dashboards.serve_llm_dashboard_panels import serve_llm_dashboard_config
 
     ours = {
