@@ -27,6 +27,7 @@ class RayExporter:
     def __init__(self, common: Mapping[str, str], max_model_len: int) -> None:
         self._gauges: dict[tuple[str, ...], tuple[Any, float, dict[str, str]]] = {}
         """(metric, its labels) -> Ray's metric, its value and the labels, as last set."""
+        self._setting = threading.Lock()
         self._common = dict.fromkeys(TAGS, "") | dict(common)
         self._metrics: dict[str, Any] = {}
         for definition in DEFINITIONS:
@@ -47,8 +48,9 @@ class RayExporter:
         """Ray forgets a gauge that was not set since its last report: set each again, twice per report."""
         wait = threading.Event().wait
         while not wait(max(1000, ray._config.metrics_report_interval_ms()) / 2000):
-            for gauge, value, labels in list(self._gauges.values()):
-                gauge.set(value, labels)
+            with self._setting:
+                for gauge, value, labels in self._gauges.values():
+                    gauge.set(value, labels)
 
     def add(self, metric: Metric, amount: float, labels: Mapping[str, str]) -> None:
         if amount > 0:
@@ -59,8 +61,9 @@ class RayExporter:
 
     def set(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
         gauge = self._metrics[metric.name]
-        self._gauges[metric.name, *labels.values()] = gauge, value, dict(labels)
-        gauge.set(value, dict(labels))
+        with self._setting:
+            self._gauges[metric.name, *labels.values()] = gauge, value, dict(labels)
+            gauge.set(value, dict(labels))
 
     def observe(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
         self._metrics[metric.name].observe(value, dict(labels))
