@@ -349,13 +349,17 @@ class Dialogue:
         self.say("nth image" if attached else "follow-up", question, self.answer(verb, [target]), attached, verb)
 
     def ask_compare(self, attached: Sequence[Scene] = ()) -> bool:
-        """Which image has more (or fewer) digits; False when three or more images have no clear answer."""
+        """Which image has more (or fewer) digits, behind the count of each: one glance at all images is not enough.
+
+        False when three or more images have no clear answer.
+        """
         counts = [len(s.labels) for s in self.scenes]
         more = self.rng.random() < 0.5
         best = max(counts) if more else min(counts)
         if counts.count(best) > 1 and len(counts) > 2:
             return False
-        answer = "equal" if counts.count(best) > 1 else ORDINALS[counts.index(best)]
+        winner = "equal" if counts.count(best) > 1 else ORDINALS[counts.index(best)]
+        answer = f"{self.answer('count', self.scenes)}: {winner}"
         self.say("compare", self.pick(ASK_MORE if more else ASK_FEWER), answer, attached)
         return True
 

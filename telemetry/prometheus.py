@@ -36,12 +36,21 @@ def forget_process(pid: int) -> None:
         file.unlink(missing_ok=True)
 
 
+def _forget_dead_processes() -> None:
+    """Whatever this process replaces, a rank or a replica, may have died without a word."""
+    for file in Path(os.environ[METRICS_VARIABLE]).glob("gauge_*.db"):
+        pid = file.stem.rpartition("_")[2]
+        if not Path("/proc", pid).exists():
+            file.unlink(missing_ok=True)
+
+
 class PrometheusExporter:
     """One process's files. `common`: the labels of every metric, model_name and engine. Create one per process."""
 
     def __init__(self, common: Mapping[str, str], max_model_len: int) -> None:
         if METRICS_VARIABLE in os.environ:
             Path(os.environ[METRICS_VARIABLE]).mkdir(parents=True, exist_ok=True)
+            _forget_dead_processes()
         import prometheus_client
 
         registry = prometheus_client.CollectorRegistry()

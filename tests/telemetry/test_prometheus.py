@@ -12,43 +12,50 @@ from telemetry import prometheus
 ROOT = Path(__file__).resolve().parents[2]
 
 PROCESS = """
+from configs.engine import ModelSettings
 from telemetry import metrics
 from telemetry.recorder import create_recorder
-from configs.engine import ModelSettings
-import os
+import sys
 recorder = create_recorder(ModelSettings(served_name="m"), "0")
 recorder.add(metrics.MM_CACHE_QUERIES, 2)
 recorder.set(metrics.DEVICE_ENCODER_CACHE_FREE_BLOCKS, 7)
-print(os.getpid())
+recorder.observe(metrics.TIME_TO_FIRST_TOKEN, 0.05)
+print("counted", flush=True)
+sys.stdin.read()
 """
+RENDER = "from telemetry.prometheus import render; print(render()[0].decode())"
+QUERIES, FREE = "vllm:mm_cache_queries_total", "vllm_neuron:device_encoder_cache_free_blocks"
 
 
-def test_counters_add_up_and_a_dead_process_loses_its_gauges(tmp_path: Path) -> None:
+def test_counters_add_up_and_a_replaced_process_loses_its_gauges(tmp_path: Path) -> None:
     environment = os.environ | prometheus.environment(str(tmp_path))
-    pids = [
-        int(
-            subprocess.run(
-                [sys.executable, "-c", PROCESS], env=environment, cwd=ROOT, capture_output=True, check=True
-            ).stdout
-        )
-        for _ in range(3)
-    ]
-    render = (
-        "import sys; from telemetry.prometheus import forget_process, render; "
-        "[forget_process(int(pid)) for pid in sys.argv[1:]]; print(render()[0].decode())"
-    )
 
-    def values(*forget: int) -> dict[str, float]:
-        command = [sys.executable, "-c", render, *map(str, forget)]
+    def start() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROCESS], env=environment, cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "counted\n"
+        return process
+
+    def values() -> dict[str, float]:
+        command = [sys.executable, "-c", RENDER]
         text = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=True, text=True).stdout
         return {
             sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
         }
 
-    assert values()["vllm:mm_cache_queries_total"] == 6
-    assert values()["vllm_neuron:device_encoder_cache_free_blocks"] == 21
-    assert values(pids[0])["vllm:mm_cache_queries_total"] == 6
-    assert values(pids[0])["vllm_neuron:device_encoder_cache_free_blocks"] == 14
+    processes = [start() for _ in range(3)]
+    assert (values()[QUERIES], values()[FREE]) == (6, 21)
+    processes[0].kill()
+    processes[0].wait()
+    processes.append(start())
+    after = values()
+    assert (after[QUERIES], after[FREE]) == (8, 21)
+    assert after["vllm:time_to_first_token_seconds_count"] == 4
+    for process in processes[1:]:
+        process.communicate()
 
 
 def test_folders_without_a_living_writer_are_wiped(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from configs import digits
 
 IGNORE = -100  # label of a token without loss
 POOL = 192  # conversations that are sorted by length into batches together
-# A comparison is one word among the many of the readings, and the hardest to learn.
-TASK_WEIGHTS = {"compare": 5.0, "count": 2.0}
+# Counts are few tokens beside those of the readings.
+TASK_WEIGHTS = {"compare": 3.0, "count": 2.0}
 # Sizes of the images in a conversation, its share, the most images it has. Small images teach the most per second.
 SIZE_MIX = (
     (digits.SMALL_SIZES[:2], 0.3, 6),
@@ -359,7 +359,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=6600)
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--budget", type=float, default=2200.0, help="work per step, in text tokens")
     parser.add_argument("--ramp", type=int, default=100, help=f"pools of {POOL} reading exercises to begin with")
