@@ -30,7 +30,7 @@ PARSE_INLINE_BYTES = 1024**2
 
 def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable[[], tuple[bytes, str]]) -> FastAPI:
     """The application. `render_metrics` gives the body of /metrics and its content type; it runs in a worker thread."""
-    api = FastAPI(title="trn-vision-serve", version=_version(), docs_url=None, redoc_url=None)
+    api = FastAPI(title="trn-vision-serve", version=_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
     api.add_middleware(ReceiveMiddleware)
     _add_error_handlers(api)
 

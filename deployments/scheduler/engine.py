@@ -185,6 +185,7 @@ class Engine:
         try:
             self._scheduler.add_request(live.request)
         except RequestError as error:
+            self._stats.record_end(live.timeline)
             live.on_output(
                 EngineOutput(request_id=request_id, finish_reason="error", error=str(error), error_status=error.status)
             )
@@ -218,6 +219,7 @@ class Engine:
 
     def _fail_everything(self, error: BaseException) -> None:
         for request_id, live in list(self._live.items()):
+            self._stats.record_end(live.timeline)
             live.on_output(
                 EngineOutput(request_id=request_id, finish_reason="error", error=f"the engine stopped: {error}")
             )

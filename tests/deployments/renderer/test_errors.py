@@ -214,6 +214,7 @@ def test_body_over_the_limit(served: Served):
 def test_unknown_routes_and_methods(served: Served):
     http = served.http
     assert "no such route" in check_shape(http.get("/v1/nothing"), 404)["message"]
+    check_shape(http.get("/health/"), 404)  # not a redirect, which clients follow without their body
     assert "expected POST" in check_shape(http.get("/v1/chat/completions"), 405)["message"]
     check_shape(http.get("/v1/models/other"), 404)
     with pytest.raises(openai.NotFoundError, match="does not exist"):
