@@ -1,4 +1,4 @@
-"""Train the demo checkpoint from scratch on two CPU cores, in under half an hour, and export it into this folder.
+"""Train the demo checkpoint from scratch on two CPU cores and export it into this folder.
 
     python configs/models/digits-vl/train.py            # resumes where an earlier run stopped
     python configs/models/digits-vl/train.py --no-resume
@@ -156,6 +156,17 @@ def pointing(rng: np.random.Generator, level: float = 1.0) -> digits.Conversatio
     return digits.Conversation(talk.turns)
 
 
+def comparing(rng: np.random.Generator) -> digits.Conversation:
+    """An exercise in the last word of a comparison: two to four small images, and whether more or fewer was asked."""
+    talk = digits.Dialogue(rng, lambda: digits.scene(rng, digits.SMALL_SIZES, "train", digits.Style(augment=True)))
+    attached = talk.attach(int(rng.choice([2, 3, 4], p=[0.4, 0.4, 0.2])))
+    if not talk.ask_compare(attached):
+        talk.ask_plain(attached)
+    for _ in range(5):
+        talk.ask_compare()
+    return digits.Conversation(talk.turns)
+
+
 def talk_of_any_kind(rng: np.random.Generator) -> digits.Conversation:
     """A conversation as they are measured, with more turns."""
     sizes, _, limit = SIZE_MIX[int(rng.choice(len(SIZE_MIX), p=[share for _, share, _ in SIZE_MIX]))]
@@ -179,8 +190,10 @@ def training_pool(encode: Encoder, seed: int, pool: int, ramp: int, drill: int) 
             talk = pointing(rng, (pool - ramp) / drill) if draw < 0.8 else practice(rng, level=rng.uniform(0.5, 1))
         elif draw < 0.2:
             talk = practice(rng, level=rng.uniform(0.5, 1.1))
+        elif draw < 0.4:
+            talk = comparing(rng)
         else:
-            talk = pointing(rng) if draw < 0.6 else talk_of_any_kind(rng)
+            talk = pointing(rng) if draw < 0.65 else talk_of_any_kind(rng)
         examples.append(encode(vary(talk, rng)))
     return examples
 
@@ -359,7 +372,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6600)
+    parser.add_argument("--steps", type=int, default=7850)
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--budget", type=float, default=2200.0, help="work per step, in text tokens")
     parser.add_argument("--ramp", type=int, default=100, help=f"pools of {POOL} reading exercises to begin with")
