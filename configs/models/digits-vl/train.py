@@ -374,7 +374,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8150)
+    parser.add_argument("--steps", type=int, default=8450)
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--budget", type=float, default=2200.0, help="work per step, in text tokens")
     parser.add_argument("--ramp", type=int, default=100, help=f"pools of {POOL} reading exercises to begin with")
