@@ -6,7 +6,7 @@ import re
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -52,6 +52,14 @@ def work(application: Application) -> None:
         ask(application, seed)
         time.sleep(0.4)
     time.sleep(2)
+
+
+def settles(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Scrapes and Ray's reports come once a second, later on a busy machine."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -208,18 +216,14 @@ def test_everything_stays_true_when_a_rank_is_replaced(one_rank: Application, pr
     for number, _ in enumerate(stream):
         if number == 20:
             os.kill(rank.pid, signal.SIGKILL)
-    time.sleep(3)
     blocks = one_rank.args["encoder_cache"]["num_blocks"] - 1
     states = "vllm_neuron:device_encoder_cache_(active|free|held)_blocks"
-    assert prometheus.total(f'{{__name__=~"{states}"}}') == blocks
+    settles(lambda: prometheus.total(f'{{__name__=~"{states}"}}') == blocks)
     # At no scrape while the rank was away were there more blocks than one rank has, nor did a counter go backwards.
     [(_, most)] = prometheus.query(f'max_over_time(sum({{__name__=~"{states}"}})[60s:1s])')
     assert most == blocks
     for metric in DEFINITIONS:
         if metric.kind != "gauge":
             assert not prometheus.total(f"resets({series(metric, ray=False)}[5m])"), metric.name
-    deadline = time.monotonic() + 60
     ray = f'{{__name__=~"ray_{states.replace(":", "_")}"}}'
-    while prometheus.total(ray) != blocks and time.monotonic() < deadline:
-        time.sleep(1)
-    assert prometheus.total(ray) == blocks
+    settles(lambda: prometheus.total(ray) == blocks)
