@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import nvtx
 import pytest
 
 from configs import digits
@@ -132,7 +133,6 @@ def test_a_trace_that_the_client_does_not_sample_is_not_recorded(tmp_path: Path)
 
 
 def test_nvtx_ranges_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvtx = pytest.importorskip("nvtx", reason="nvtx is in the extra `test`")
     opened: dict[Any, str] = {}
     names: list[str] = []
     start, end, mark = nvtx.start_range, nvtx.end_range, nvtx.mark

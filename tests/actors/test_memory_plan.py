@@ -208,13 +208,11 @@ def test_every_side_gets_the_derived_number() -> None:
     assert derived not in (None, 4096)
     recorded: list[dict[str, Any]] = []
 
-    class Recorder:
-        def add(self, *arguments: Any, **labels: Any) -> None: ...
-
-        def set(self, *arguments: Any, **labels: Any) -> None:
+    class Gauges(Recorder):
+        def set(self, metric: Metric, value: float, **labels: str) -> None:
             recorded.append(labels)
 
-    EngineStats(plan.config, Recorder(), ENGINE, 0.0)  # type: ignore[arg-type]
+    EngineStats(plan.config, Gauges([]), ENGINE, 0.0)
     assert recorded[0]["num_gpu_blocks"] == str(derived)
     assert Scheduler(plan.config).kv.pool.num_blocks == derived
     assert plan.describe()["kv_blocks"] == derived

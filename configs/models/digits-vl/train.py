@@ -118,7 +118,7 @@ def practice(rng: np.random.Generator, level: float) -> digits.Conversation:
     """An exercise of growing difficulty, `level` from 0 to 1; without such a start, nothing is learned for long.
 
     One digit of 64 pixels; then rows of up to six; then all but the large image sizes; then distorted scans and two
-    questions of every kind.
+    questions of every kind. Above 1: large images, often with a single digit.
     """
     style = digits.Style(augment=level > 0.75, jitter=min(1.0, 0.3 + level))
     if 0.85 < level < 1:
