@@ -116,6 +116,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=64)
     arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error(f"--rounds {arguments.rounds}: expected at least 2")
     took: dict[str, list[float]] = defaultdict(list)
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as name:

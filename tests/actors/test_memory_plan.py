@@ -23,7 +23,8 @@ from neuron.collectives import create_collectives
 from neuron.kv_blocks import KVBlocks
 from neuron.models import family_of, load_model_config
 from neuron.models.interface import DecodeInputs, ImageInputs, Model, PrefillInputs, VisionBlock
-from telemetry.recorder import ENGINE, create_recorder
+from telemetry.metrics import Metric
+from telemetry.recorder import ENGINE, Recorder, create_recorder
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "configs" / "models" / "digits-vl"
