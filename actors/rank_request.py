@@ -25,8 +25,8 @@ class RankRequest:
     """[3, known tokens when it was sent] rotary positions, int64."""
     rope_delta: int
     """A token at position i behind those sits at rotary position i + rope_delta."""
-    trace: spans.Context = None
-    """Of the request's trace; None when no spans are recorded."""
+    trace: spans.Link | None = None
+    """To the request's root span; None when its trace is not recorded."""
     _blocks: np.ndarray | None = field(default=None, repr=False)
 
     @classmethod
@@ -41,7 +41,7 @@ class RankRequest:
             mm_items=new.mm_items,
             rope=rope,
             rope_delta=rope_delta,
-            trace=spans.context_of(new.trace_context),
+            trace=spans.link_to(new.trace_context),
         )
 
     def update(self, change: RunningRequest) -> None:

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 from actors.messages import SchedulerOutput
 from telemetry import spans
+from telemetry.step_spans import StepSpans
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -18,40 +18,46 @@ class Stages:
         self.seconds: dict[str, float] = {}
         """Of each stage in the step at hand."""
         self._reports = reports
-        self._contexts: list[spans.Context] = [None]
+        self._spans: StepSpans | None = None
 
-    def step(self, output: SchedulerOutput, contexts: Sequence[spans.Context]) -> AbstractContextManager[None]:
-        """`contexts`: of the requests scheduled. The span is in the first sampled trace and links to all of them."""
+    def step(self, output: SchedulerOutput, traces: Sequence[spans.Link | None]) -> AbstractContextManager[None]:
+        """`traces`: of the requests scheduled. The span is in the first recorded one and links to all of them."""
         self.seconds = {}
-        return self._step(output, contexts) if self._reports else _NOTHING
+        return self._step(output, traces) if self._reports and spans.seen() else _NOTHING
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         return self._stage(name) if self._reports else _NOTHING
 
     @contextmanager
-    def _step(self, output: SchedulerOutput, contexts: Sequence[spans.Context]) -> Iterator[None]:
-        links = spans.links_to(contexts) if spans.recording() else []
-        attributes: dict[str, Any] = {"step_id": output.step_id, "phase": output.phase} if links else {}
-        opened = spans.open_span("step", spans.parent_of(links), attributes, links)
-        self._contexts = [opened.context if opened else None]
-        if opened:
-            total, prefill = output.total_num_scheduled_tokens, output.num_prefill_tokens
-            counts = {"prefill": prefill, "decode": total - prefill, "total": total, "reqs": len(contexts)}
-            name = "step_meta: " + " ".join(f"{key}={value}" for key, value in counts.items())
-            spans.mark(name, self._contexts[-1], counts)
+    def _step(self, output: SchedulerOutput, traces: Sequence[spans.Link | None]) -> Iterator[None]:
+        total, prefill = output.total_num_scheduled_tokens, output.num_prefill_tokens
+        counts = {"prefill": prefill, "decode": total - prefill, "total": total, "reqs": len(traces)}
+        links = [link for link in traces if link is not None]
+        step = StepSpans(links, {"step_id": output.step_id, "phase": output.phase})
+        step.mark("step_meta: " + " ".join(f"{key}={value}" for key, value in counts.items()), counts)
+        self._spans = step
         try:
             yield
+        except BaseException as error:
+            step.end(error)
+            raise
+        else:
+            step.end()
         finally:
-            if opened:
-                opened.end()
+            self._spans = None
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
         begin = time.monotonic()
-        with spans.span(name, self._contexts[-1]) as opened:
-            self._contexts.append(opened.context if opened else None)
-            try:
-                yield
-            finally:
-                self._contexts.pop()
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
+        if self._spans is not None:
+            self._spans.begin(name)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
+            if self._spans is not None:
+                self._spans.end(error)

@@ -21,7 +21,7 @@ from openai import OpenAI
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configs import digits
+from configs import dialogues
 
 MAX_TOKENS = 32
 
@@ -31,7 +31,7 @@ def prompts(number: int, seed: int) -> list[dict]:
     result = []
     for i in range(number):
         rng = np.random.default_rng([seed, i])
-        talk = digits.conversation(rng, images=1 + i % 4 if i % 8 else 6, turns=1 + i // 4 % 4, max_images=6)
+        talk = dialogues.conversation(rng, images=1 + i % 4 if i % 8 else 6, turns=1 + i // 4 % 4, max_images=6)
         messages = talk.messages()
         last = talk.turns[-1]
         result.append(

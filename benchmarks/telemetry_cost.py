@@ -63,7 +63,7 @@ class NoStages:
 def variant(name: str, folder: Path) -> Iterator[None]:
     """Everything made inside, and only that, is of this variant."""
     if name == "removed":
-        nothing = {"open_span": lambda *_: None, "context_of": lambda _: None}
+        nothing = {"open_span": lambda *_: None, "context_of": lambda _: None, "link_to": lambda _: None}
         with mock.patch("actors.model_runner.Stages", NoStages), mock.patch.multiple(spans, **nothing):
             yield
     elif name == "probe":

@@ -2,14 +2,16 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SynchronousMultiSpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from telemetry.spans import ENDPOINT
+from telemetry.spans import ENDPOINT, SCOPE
 
 
 class JSONLinesExporter(SpanExporter):
@@ -46,14 +48,21 @@ def _plain(span: ReadableSpan) -> dict[str, object]:
     }
 
 
-def create_provider(process: str, file: str | None) -> TracerProvider:
-    """A provider of its own, not the global one: Ray has its own use of that."""
+def create_provider(process: str, file: str | None) -> tuple[TracerProvider, Callable[[Mapping[str, Any]], None]]:
+    """A provider of its own, not the global one: Ray has its own use of that. And what exports a finished span."""
     resource = Resource.create({"service.name": "trn-vision-serve", "service.instance.id": process})
-    provider = TracerProvider(resource=resource)
+    processors = SynchronousMultiSpanProcessor()
+    provider = TracerProvider(active_span_processor=processors, resource=resource)
     if file:
-        provider.add_span_processor(BatchSpanProcessor(JSONLinesExporter(file)))
+        processors.add_span_processor(BatchSpanProcessor(JSONLinesExporter(file)))
     if os.environ.get(ENDPOINT):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider
+        processors.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+
+    scope = InstrumentationScope(SCOPE)
+
+    def emit(span: Mapping[str, Any]) -> None:
+        processors.on_end(ReadableSpan(resource=resource, instrumentation_scope=scope, **span))
+
+    return provider, emit

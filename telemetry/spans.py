@@ -15,15 +15,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 PREFIX = "OTEL_"
+SCOPE = "trn-vision-serve"
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 Context = Any
 """An OpenTelemetry context; None: the span begins a trace."""
 
+Link = Any
+"""An OpenTelemetry link."""
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 _tracer: Any = None
 _provider: Any = None
+_emit: Any = None
 _nvtx: Any = None
 
 
@@ -34,7 +39,7 @@ def environment() -> dict[str, str]:
 
 def configure(process: str, file: str | None) -> None:
     """Turn spans on in this process, called `process` in them, if the environment or `file` asks for it."""
-    global _tracer, _provider, _nvtx
+    global _tracer, _provider, _emit, _nvtx
     if importlib.util.find_spec("nvtx") is not None:
         import nvtx
 
@@ -42,16 +47,16 @@ def configure(process: str, file: str | None) -> None:
     if file or os.environ.get(ENDPOINT):
         from telemetry.span_export import create_provider
 
-        _provider = create_provider(process, file)
-        _tracer = _provider.get_tracer("trn-vision-serve")
+        _provider, _emit = create_provider(process, file)
+        _tracer = _provider.get_tracer(SCOPE)
 
 
 def shutdown() -> None:
     """Send what is not sent yet and turn spans off."""
-    global _tracer, _provider, _nvtx
+    global _tracer, _provider, _emit, _nvtx
     if _provider is not None:
         _provider.shutdown()
-    _tracer = _provider = _nvtx = None
+    _tracer = _provider = _emit = _nvtx = None
 
 
 def recording() -> bool:
@@ -59,11 +64,38 @@ def recording() -> bool:
     return _tracer is not None
 
 
+def seen() -> bool:
+    """Whether anybody sees spans or ranges of this process."""
+    return _tracer is not None or _nvtx is not None
+
+
+def emit(**span: Any) -> None:
+    """Export a finished span: the arguments of `ReadableSpan`, but for those that all spans of a process share."""
+    if _emit is not None:
+        _emit(span)
+
+
+def begin_range(name: str) -> Any:
+    """An NVTX range, for `end_range`; None without NVTX."""
+    return _nvtx.start_range(name) if _nvtx is not None else None
+
+
+def mark_range(name: str) -> None:
+    """An NVTX mark."""
+    if _nvtx is not None:
+        _nvtx.mark(name)
+
+
+def end_range(nvtx_range: Any) -> None:
+    if nvtx_range is not None:
+        _nvtx.end_range(nvtx_range)
+
+
 class Span:
     """An open span. `end` may be called again and does nothing then."""
 
     def __init__(self, name: str, parent: Context, links: Sequence[Any], attributes: Mapping[str, Any]) -> None:
-        self._range = _nvtx.start_range(name) if _nvtx is not None else None
+        self._range = begin_range(name)
         self._otel: Any = None
         if _tracer is not None:
             from opentelemetry.context import Context as EmptyContext
@@ -95,16 +127,15 @@ class Span:
         if self._otel is not None:
             self._otel.end()
             self._otel = None
-        if self._range is not None:
-            _nvtx.end_range(self._range)
-            self._range = None
+        end_range(self._range)
+        self._range = None
 
 
 def open_span(
     name: str, parent: Context, attributes: Mapping[str, Any] | None = None, links: Sequence[Any] = ()
 ) -> Span | None:
     """A span that the caller ends, where no block of code does; None when nobody would see it."""
-    if _tracer is None and _nvtx is None:
+    if not seen():
         return None
     return Span(name, parent, links, attributes or {})
 
@@ -113,7 +144,7 @@ def span(
     name: str, parent: Context, attributes: Mapping[str, Any] | None = None
 ) -> AbstractContextManager[Span | None]:
     """A span around a block of code, which may await."""
-    if _tracer is None and _nvtx is None:
+    if not seen():
         return _NOTHING
     return _around(Span(name, parent, (), attributes or {}))
 
@@ -131,8 +162,7 @@ def _around(opened: Span) -> Iterator[Span]:
 
 def mark(name: str, parent: Context, attributes: Mapping[str, Any]) -> None:
     """A span of no duration."""
-    if _nvtx is not None:
-        _nvtx.mark(name)
+    mark_range(name)
     if _tracer is not None:
         now = time.time_ns()
         _tracer.start_span(name, context=parent, attributes=attributes, start_time=now).end(now)
@@ -156,19 +186,21 @@ def headers_of(context: Context) -> dict[str, str]:
     return headers
 
 
-def parent_of(links: Sequence[Any]) -> Context:
-    """The context of the first link; without any, one whose children are not recorded."""
+def unrecorded() -> Context:
+    """A context whose children are not recorded."""
     if _tracer is None:
         return None
     from opentelemetry.trace import NonRecordingSpan, SpanContext, set_span_in_context
 
-    parent = links[0].context if links else SpanContext(trace_id=1, span_id=1, is_remote=False)
-    return set_span_in_context(NonRecordingSpan(parent))
+    return set_span_in_context(NonRecordingSpan(SpanContext(trace_id=1, span_id=1, is_remote=False)))
 
 
-def links_to(contexts: Sequence[Context]) -> list[Any]:
-    """Links to the sampled ones among them."""
+def link_to(headers: Mapping[str, str]) -> Link | None:
+    """A link to the span that W3C trace headers name; None when it is not recorded."""
+    context = context_of(headers)
+    if context is None:
+        return None
     from opentelemetry.trace import Link, get_current_span
 
-    found = (get_current_span(context).get_span_context() for context in contexts if context is not None)
-    return [Link(span_context) for span_context in found if span_context.trace_flags.sampled]
+    span_context = get_current_span(context).get_span_context()
+    return Link(span_context) if span_context.trace_flags.sampled else None

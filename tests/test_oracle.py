@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from configs import digits
+from configs import dialogues
 from configs.engine import parse_config
 from tests.support.local_stack import Stack
 
@@ -36,10 +36,10 @@ ALONE = {
 }
 
 
-def conversations() -> list[digits.Conversation]:
+def conversations() -> list[dialogues.Conversation]:
     """Seeded; drawn from few images, so that different conversations share them."""
     rng = np.random.default_rng(5)
-    made = [digits.conversation(rng, sizes=SIZES, max_images=3) for _ in range(NUM_CONVERSATIONS)]
+    made = [dialogues.conversation(rng, sizes=SIZES, max_images=3) for _ in range(NUM_CONVERSATIONS)]
     pool = [scene for conversation in made[:12] for turn in conversation.turns for scene in turn.scenes]
     for conversation in made[12:]:
         for turn in conversation.turns:
@@ -47,7 +47,7 @@ def conversations() -> list[digits.Conversation]:
     return made
 
 
-async def hold(number: int, conversation: digits.Conversation, ask: Callable[..., Awaitable[str]]) -> list[str]:
+async def hold(number: int, conversation: dialogues.Conversation, ask: Callable[..., Awaitable[str]]) -> list[str]:
     """Every answer of a conversation, each turn seeing the answers before it.
 
     Every second conversation goes on talking behind its answers: short ones alone would never run out of KV blocks.
@@ -68,7 +68,7 @@ def test_no_answer_depends_on_caches_or_company() -> None:
     async def run_together() -> list[list[str]]:
         gate = asyncio.Semaphore(CONCURRENCY)
 
-        async def one(number: int, conversation: digits.Conversation) -> list[str]:
+        async def one(number: int, conversation: dialogues.Conversation) -> list[str]:
             async with gate:
                 return await hold(number, conversation, together.answer)
 

@@ -11,7 +11,7 @@ import numpy as np
 import nvtx
 import pytest
 
-from configs import digits
+from configs import dialogues
 from configs.engine import parse_config
 from telemetry import spans
 from tests.support.local_stack import Stack
@@ -29,7 +29,9 @@ Spans = list[dict[str, Any]]
 def ask_all(flag: str = "01") -> None:
     """Two turns of a conversation whose first brings two images; the client's headers go with the second."""
     stack = Stack(parse_config(CONFIG))
-    talk = digits.conversation(np.random.default_rng(1), sizes=((64, 64), (128, 64)), images=2, turns=2, max_images=2)
+    talk = dialogues.conversation(
+        np.random.default_rng(1), sizes=((64, 64), (128, 64)), images=2, turns=2, max_images=2
+    )
 
     async def ask() -> None:
         for turn in range(2):

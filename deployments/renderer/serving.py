@@ -135,7 +135,7 @@ class Renderer:
     async def tokenize(self, body: TokenizeRequest) -> Tokenized:
         self.check_model(body.model)
         if body.messages is not None:
-            scope = RequestScope("tokenize", context=spans.parent_of(()))
+            scope = RequestScope("tokenize", context=spans.unrecorded())
             prompt = await self._chat_prompt(
                 body.messages, body.add_generation_prompt, body.continue_final_message, scope
             )

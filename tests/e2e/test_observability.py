@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from configs import digits
+from configs import dialogues
 from telemetry.metrics import DEFINITIONS, Metric
 from tests.support.application import Application
 from tests.support.otlp_receiver import Receiver
@@ -39,7 +39,7 @@ VLLM_HEATMAPS = ("vllm:request_prompt_tokens_bucket", "vllm:request_generation_t
 
 
 def ask(application: Application, seed: int, images: int = 2) -> str:
-    talk = digits.conversation(np.random.default_rng(seed), sizes=((64, 64), (128, 64)), images=images, turns=1)
+    talk = dialogues.conversation(np.random.default_rng(seed), sizes=((64, 64), (128, 64)), images=images, turns=1)
     answer = application.client.chat.completions.create(
         model=MODEL, messages=talk.messages(), temperature=0, max_tokens=24
     )

@@ -6,7 +6,7 @@ import numpy as np
 import openai
 import pytest
 
-from configs import digits
+from configs import dialogues, digits
 from tests.support.application import Application
 
 MODEL = "digits-vl"
@@ -82,7 +82,7 @@ def test_logprobs(sixteen: Application) -> None:
 def test_sixteen_at_a_time_answer_as_one_by_one(sixteen: Application) -> None:
     rng = np.random.default_rng(21)
     asked = [
-        digits.conversation(rng, sizes=((64, 64), (128, 64), (224, 224)), turns=1, max_images=2).messages()
+        dialogues.conversation(rng, sizes=((64, 64), (128, 64), (224, 224)), turns=1, max_images=2).messages()
         for _ in range(24)
     ]
     with ThreadPoolExecutor(16) as pool:

@@ -12,7 +12,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parents[2]))  # the repository's root, to import `configs`
 
-from configs import digits  # noqa: E402
+from configs import dialogues  # noqa: E402
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -64,21 +64,21 @@ CHAT_TEMPLATE = """\
 def phrases() -> list[str]:
     """Every sentence that the conversations can contain."""
     groups = (
-        digits.ASK_DIGIT,
-        digits.ASK_READ,
-        digits.ASK_COUNT,
-        digits.ASK_READ_NTH,
-        digits.ASK_DIGIT_NTH,
-        digits.ASK_COUNT_NTH,
-        digits.ASK_MORE,
-        digits.ASK_FEWER,
-        digits.ASK_SAME_OF_THIS,
-        digits.ASK_SAME_OF_NTH,
-        digits.SYSTEM,
-        [line for pair in digits.CHAT for line in pair],
+        dialogues.ASK_DIGIT,
+        dialogues.ASK_READ,
+        dialogues.ASK_COUNT,
+        dialogues.ASK_READ_NTH,
+        dialogues.ASK_DIGIT_NTH,
+        dialogues.ASK_COUNT_NTH,
+        dialogues.ASK_MORE,
+        dialogues.ASK_FEWER,
+        dialogues.ASK_SAME_OF_THIS,
+        dialogues.ASK_SAME_OF_NTH,
+        dialogues.SYSTEM,
+        [line for pair in dialogues.CHAT for line in pair],
     )
-    sentences = [p.format(nth=nth) for group in groups for p in group for nth in (*digits.ORDINALS, "last")]
-    return [*sentences, digits.NO_IMAGE, "equal", "system", "user", "assistant", *digits.ORDINALS]
+    sentences = [p.format(nth=nth) for group in groups for p in group for nth in (*dialogues.ORDINALS, "last")]
+    return [*sentences, dialogues.NO_IMAGE, "equal", "system", "user", "assistant", *dialogues.ORDINALS]
 
 
 def build_tokenizer():

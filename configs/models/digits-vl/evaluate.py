@@ -23,10 +23,10 @@ from openai import AsyncOpenAI
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the repository's root, to import `configs`
 
-from configs import digits
+from configs import dialogues, digits
 
 SIZE_CLASSES = {"small": digits.SMALL_SIZES, "medium": digits.MEDIUM_SIZES, "large": digits.LARGE_SIZES}
-Case = tuple[str, digits.Conversation]  # which set, and what to ask
+Case = tuple[str, dialogues.Conversation]  # which set, and what to ask
 
 
 def cases(samples: int, seed: int) -> Iterable[Case]:
@@ -37,15 +37,15 @@ def cases(samples: int, seed: int) -> Iterable[Case]:
         size = digits.SIZES[i % len(digits.SIZES)]
         scan = int(held_out[i % len(held_out)])
         scene = digits.Scene(digits.strip([scan], size, rng), digits.labels_of([scan]))
-        question = digits.ASK_DIGIT[i % len(digits.ASK_DIGIT)]
-        yield "single", digits.Conversation([digits.Turn("digit", question, scene.text, [scene])])
+        question = dialogues.ASK_DIGIT[i % len(dialogues.ASK_DIGIT)]
+        yield "single", dialogues.Conversation([dialogues.Turn("digit", question, scene.text, [scene])])
     for i in range(samples):
         sizes = list(SIZE_CLASSES.values())[i % 3]
         scene = digits.scene(rng, sizes, count=1 + i // 3 % digits.MAX_DIGITS)
-        question = digits.ASK_READ[i % len(digits.ASK_READ)]
-        yield "strip", digits.Conversation([digits.Turn("read", question, scene.text, [scene])])
+        question = dialogues.ASK_READ[i % len(dialogues.ASK_READ)]
+        yield "strip", dialogues.Conversation([dialogues.Turn("read", question, scene.text, [scene])])
     for _ in range(samples):
-        yield "dialogue", digits.conversation(rng)
+        yield "dialogue", dialogues.conversation(rng)
 
 
 def size_class(image) -> str:
@@ -53,7 +53,7 @@ def size_class(image) -> str:
     return next(name for name, sizes in SIZE_CLASSES.items() if image.size in sizes)
 
 
-async def ask(client: AsyncOpenAI, model: str, talk: digits.Conversation) -> list[str]:
+async def ask(client: AsyncOpenAI, model: str, talk: dialogues.Conversation) -> list[str]:
     """The served model's greedy answer to every turn, each with its own earlier answers as history."""
     answers: list[str] = []
     for turn in range(len(talk.turns)):
