@@ -104,6 +104,13 @@ def strip(scans: Sequence[int], size: tuple[int, int], rng: np.random.Generator,
     Returns:
         an RGB image of exactly `size`.
     """
+    return _row(scans, size, rng, style)[0]
+
+
+def _row(
+    scans: Sequence[int], size: tuple[int, int], rng: np.random.Generator, style: Style
+) -> tuple[Image.Image, int, int, int]:
+    """A strip, the side of its digits' squares, and the left and upper edge of the first, all in pixels."""
     import numpy as np
 
     width, height = size
@@ -116,20 +123,47 @@ def strip(scans: Sequence[int], size: tuple[int, int], rng: np.random.Generator,
     ink = np.zeros((height, width), np.float32)
     for i, scan in enumerate(scans):
         _write(ink, images[scan], (left + i * cell, top), cell, rng, style)
-    return _photograph(ink, rng, style)
+    return _photograph(ink, rng, style), cell, left, top
 
 
-def sheet(size: tuple[int, int], rng: np.random.Generator, split_name: str = "train") -> tuple[Image.Image, np.ndarray]:
-    """Draw distorted scans everywhere on a canvas, half of them of 64 pixels, the others of 32.
+@dataclass
+class Squares:
+    """An image, and what each of its squares of 32 pixels shows: arrays of int64 [height / 32, width / 32].
 
-    Args:
-        size: (width, height) of the image in pixels, multiples of 32.
-        rng: decides how full it is and everything else.
-        split_name: which scans.
-    Returns:
-        the image, and what each square of 32 pixels shows, int64 [height / 32, width / 32]: 0 is paper, else
-        1 + 5 x digit + part, of the parts 0 for a whole digit and 1 to 4 for the quarters of a larger one.
+    shown: 0 is paper, else 1 + 5 x digit + part, of the parts 0 for a whole digit and 1 to 4 for the quarters of a
+    larger one. place: which digit of the strip it is, from 1 on. count: digits in the strip. Both are 0 on paper, and
+    everywhere when the digits do not form a strip.
     """
+
+    image: Image.Image
+    shown: np.ndarray
+    place: np.ndarray
+    count: np.ndarray
+
+
+def _parts(cell: int) -> np.ndarray:
+    import numpy as np
+
+    return np.array([[1, 2], [3, 4]]) if cell == 64 else np.array([[0]])
+
+
+def labelled_strip(size: tuple[int, int], rng: np.random.Generator, split_name: str = "train") -> Squares:
+    """A strip of distorted scans; width and height of `size` are multiples of 32 pixels."""
+    import numpy as np
+
+    scans = [int(s) for s in rng.choice(split(split_name), int(rng.integers(1, max_digits(size) + 1)))]
+    image, cell, left, top = _row(scans, size, rng, Style(augment=True))
+    shown, place, count = np.zeros((3, size[1] // 32, size[0] // 32), np.int64)
+    side = cell // 32
+    for i, label in enumerate(labels_of(scans)):
+        y, x = top // 32, left // 32 + i * side
+        square = slice(y, y + side), slice(x, x + side)
+        shown[square], place[square], count[square] = 1 + 5 * label + _parts(cell), i + 1, len(scans)
+    return Squares(image, shown, place, count)
+
+
+def sheet(size: tuple[int, int], rng: np.random.Generator, split_name: str = "train") -> Squares:
+    """Distorted scans everywhere, half of them of 64 pixels, the others of 32; sides are multiples of 32 pixels."""
     import numpy as np
 
     images, labels = load_scans()
@@ -142,10 +176,10 @@ def sheet(size: tuple[int, int], rng: np.random.Generator, split_name: str = "tr
         if shown[y : y + side, x : x + side].any() or np.count_nonzero(shown) > full * shown.size:
             continue
         scan = int(rng.choice(split(split_name)))
-        parts = np.array([[1, 2], [3, 4]]) if side == 2 else np.array([[0]])
-        shown[y : y + side, x : x + side] = 1 + 5 * labels[scan] + parts
+        shown[y : y + side, x : x + side] = 1 + 5 * labels[scan] + _parts(32 * side)
         _write(ink, images[scan], (32 * x, 32 * y), 32 * side, rng, Style(augment=True))
-    return _photograph(ink, rng, Style(augment=True)), shown
+    nothing = np.zeros_like(shown)
+    return Squares(_photograph(ink, rng, Style(augment=True)), shown, nothing, nothing)
 
 
 def _write(

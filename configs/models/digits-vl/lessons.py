@@ -34,13 +34,13 @@ def practice(rng: np.random.Generator, level: float) -> dialogues.Conversation:
     """An exercise of growing difficulty, `level` from 0 to 1; without such a start, nothing is learned for long.
 
     One digit of 64 pixels; then rows of up to six; then all but the large image sizes; then distorted scans and two
-    questions of every kind. Above 1: large images, often with a single digit.
+    questions of every kind. Above 1: large images, more of them with a single digit.
     """
     style = digits.Style(augment=level > 0.75, jitter=min(1.0, 0.3 + level))
     if 0.85 < level < 1:
         return dialogues.conversation(rng, digits.SMALL_SIZES, "train", style, images=1, turns=2, max_images=1)
     count = int(rng.integers(1, 2 + int(np.clip(20 * (level - 0.1), 0, 5))))
-    count = 1 if level > 1 and rng.random() < 0.4 else count  # one digit is hard to find on a large ground
+    count = 1 if level > 1 and rng.random() < 0.2 else count  # one digit is hard to find on a large ground
     sizes = digits.SMALL_SIZES + digits.MEDIUM_SIZES if level > 0.35 else [(64 * count, 64)]
     sizes = digits.LARGE_SIZES if level > 1 else sizes
     scene = digits.scene(rng, sizes, "train", style, count)
@@ -95,23 +95,23 @@ def talk_of_any_kind(rng: np.random.Generator) -> dialogues.Conversation:
 
 def growing(rng: np.random.Generator, done: float) -> dialogues.Conversation:
     """Of growing difficulty: reading, then telling images apart, then everything."""
-    if done < 0.2:
-        return practice(rng, level=done / 0.2 * rng.random() ** 0.5)
-    if done > 0.5:
+    if done < 0.3:
+        return practice(rng, level=min(1.3, 10 * done) * rng.random() ** 0.5)
+    if done > 0.6:
         return mixture(rng, done)
     if rng.random() < 0.3:
         return practice(rng, level=rng.uniform(0.5, 1.3))
-    return comparing(rng) if rng.random() < 0.2 else pointing(rng, level=min(1, (done - 0.2) / 0.3))
+    return comparing(rng) if rng.random() < 0.2 else pointing(rng, level=min(1, (done - 0.3) / 0.25))
 
 
 def mixture(rng: np.random.Generator, _done: float) -> dialogues.Conversation:
     """Exercises and conversations of every kind."""
     draw = rng.random()
-    if draw < 0.25:
-        return practice(rng, level=rng.uniform(0.5, 1.3))
-    if draw < 0.4:
+    if draw < 0.3:
+        return practice(rng, level=rng.uniform(0.5, 1.5))
+    if draw < 0.42:
         return comparing(rng)
-    return pointing(rng) if draw < 0.6 else talk_of_any_kind(rng)
+    return pointing(rng) if draw < 0.62 else talk_of_any_kind(rng)
 
 
 def batches(

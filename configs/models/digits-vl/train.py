@@ -31,7 +31,7 @@ import lessons
 from build import FOLDER, build_config, build_model, build_tokenizer, export
 from configs import dialogues, digits
 from encoding import IGNORE, Encoder, Example, collate
-from look import Look, share_read, sheets
+from look import Look, draw, share_read
 from optimizers import Optimizers, learning_rate
 
 
@@ -89,8 +89,8 @@ def accuracy(model, examples: list[tuple[str, Example]], encode: Encoder) -> dic
     return {k: {"accuracy": float(np.mean(v)), "number": len(v)} for k, v in sorted(right.items())}
 
 
-def in_words(result: dict[str, dict[str, float]]) -> str:
-    return "  ".join(f"{k} {v['accuracy']:.3f}" for k, v in result.items())
+def in_words(shares: dict[str, float]) -> str:
+    return "  ".join(f"{name} {share:.3f}" for name, share in shares.items())
 
 
 def plan(model, encode: Encoder, args: argparse.Namespace) -> list[Lesson]:
@@ -98,8 +98,8 @@ def plan(model, encode: Encoder, args: argparse.Namespace) -> list[Lesson]:
     budget = args.budget / args.workers
     look = Look(model.model.visual, model.config.text_config.hidden_size)
 
-    def draw_sheets(rng: np.random.Generator, _done: float) -> Iterator[Any]:
-        yield sheets(encode, rng, int(budget / 1.5))
+    def draw_squares(rng: np.random.Generator, _done: float) -> Iterator[Any]:
+        yield draw(encode, rng, int(budget / 1.5))
 
     def draw_talks(lesson) -> Callable[[np.random.Generator, float], Iterator[Any]]:
         return lambda rng, done: (
@@ -113,7 +113,7 @@ def plan(model, encode: Encoder, args: argparse.Namespace) -> list[Lesson]:
             module,
             draw_talks(lesson),
             lambda batch: weighted_loss(model, batch),
-            lambda: in_words(accuracy(model, held_out(encode, 90), encode)),
+            lambda: in_words({k: v["accuracy"] for k, v in accuracy(model, held_out(encode, 90), encode).items()}),
             rates,
         )
 
@@ -123,10 +123,10 @@ def plan(model, encode: Encoder, args: argparse.Namespace) -> list[Lesson]:
             "look",
             args.look_steps,
             look,
-            draw_sheets,
+            draw_squares,
             look.loss,
-            lambda: f"squares {share_read(look, encode):.3f}",
-            (args.lr, 0.01 * args.lr),
+            lambda: in_words(share_read(look, encode)),
+            (2 * args.lr, 0.01 * args.lr),
         ),
         talks("talk", args.talk_steps, text, lessons.growing, (args.lr, 0.2 * args.lr)),
         talks("all", args.all_steps, model, lessons.mixture, (0.2 * args.lr, 0.002 * args.lr)),
@@ -228,16 +228,16 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--look-steps", type=int, default=1200, help="steps of the vision encoder alone")
-    parser.add_argument("--talk-steps", type=int, default=1800, help="steps of the text model alone")
-    parser.add_argument("--all-steps", type=int, default=700, help="steps of both together")
+    parser.add_argument("--look-steps", type=int, default=1300, help="steps of the vision encoder alone")
+    parser.add_argument("--talk-steps", type=int, default=1300, help="steps of the text model alone")
+    parser.add_argument("--all-steps", type=int, default=850, help="steps of both together")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--budget", type=float, default=2200.0, help="work per step, in text tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes, one CPU core each")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--save-every", type=int, default=250, help="steps between two checkpoints")
-    parser.add_argument("--eval-every", type=int, default=250, help="steps between two held-out measurements")
+    parser.add_argument("--eval-every", type=int, default=400, help="steps between two held-out measurements")
     parser.add_argument("--final-samples", type=int, default=600, help="held-out conversations measured at the end")
     parser.add_argument("--build", type=Path, default=FOLDER.parents[2] / "build" / "digits-vl", help="checkpoints")
     parser.add_argument("--out", type=Path, default=FOLDER, help="where the model goes")
