@@ -141,6 +141,8 @@ class DebugSettings(Settings):
     """Compare a digest of every rank's bookkeeping after each step; the first rank that differs is named."""
     check_invariants: bool = False
     """Run the scheduler's integrity checks after every step, not only when it goes idle."""
+    fail_on_new_shape: bool = False
+    """A graph that meets a new shape after the warm-up fails the step; otherwise it is logged and counted."""
 
 
 class TelemetrySettings(Settings):

@@ -16,6 +16,8 @@ class Xla:
     """torch_xla.core.xla_model"""
     runtime: Any
     """torch_xla.runtime"""
+    metrics: Any
+    """torch_xla.debug.metrics"""
 
 
 def import_xla() -> Xla:
@@ -27,6 +29,7 @@ def import_xla() -> Xla:
     try:
         import torch_xla
         import torch_xla.core.xla_model as xla_model
+        import torch_xla.debug.metrics as metrics
         import torch_xla.distributed.xla_backend
         import torch_xla.runtime as runtime
 
@@ -37,4 +40,4 @@ def import_xla() -> Xla:
             f"parallel.device = 'neuron': {error}; install torch-neuronx from AWS's package index on every node "
             '(README.md, "On Trainium"), or set parallel.device: cpu'
         ) from error
-    return Xla(torch_xla, xla_model, runtime)
+    return Xla(torch_xla, xla_model, runtime, metrics)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -69,9 +68,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def neuron_plan(world_size: int) -> EnginePlan:
-    """What make_plan would derive for NeuronCores, which it refuses as long as there is no backend for them."""
-    tree = {"model": {"max_model_len": 256}, "kv_cache": {"num_blocks": 64}, "parallel": {"world_size": world_size}}
-    return replace(make_plan(parse_config(tree)), device="neuron")
+    tree = {"model": {"max_model_len": 256}, "kv_cache": {"num_blocks": 64}}
+    return make_plan(parse_config(tree | {"parallel": {"world_size": world_size, "device": "neuron"}}))
 
 
 @pytest.mark.slow
