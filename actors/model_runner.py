@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from actors.compiled_graphs import check_compiled
 from actors.messages import (
     EncoderCacheOccupancy,
     MMItem,
@@ -78,9 +79,11 @@ class ModelRunner:
         self._model_config = self._family.load_config(config.model.folder)
         self._model_config.validate(self._world_size)
         dtype = _DTYPES[plan.dtype]
-        self._device = create_device(plan.device)
-        self._graphs = Graphs(self._device, self._met_new_shape)
-        self._model = self._family.load_model(config.model.folder, collectives, dtype, self._device.torch_device)
+        if config.compiler.require_compiled:
+            check_compiled(plan)
+        self.device = create_device(plan.device, config.compiler.cache_dir)
+        self._graphs = Graphs(self.device, self._met_new_shape)
+        self._model = self._family.load_model(config.model.folder, collectives, dtype, self.device.torch_device)
         self._kv = KVBlocks(
             num_layers=self._model_config.num_layers,
             num_blocks=config.kv_cache.planned_num_blocks,
@@ -88,7 +91,7 @@ class ModelRunner:
             num_kv_heads=self._model_config.num_local_kv_heads(self._world_size),
             head_dim=self._model_config.head_dim,
             dtype=dtype,
-            device=self._device.torch_device,
+            device=self.device.torch_device,
         )
         cache = config.encoder_cache
         self.encoder_cache = EncoderCacheBlocks(cache.num_blocks, cache.block_size, cache.min_hold_time_ms)
@@ -96,13 +99,13 @@ class ModelRunner:
             cache.num_blocks * cache.block_size,
             self._model_config.fat_dim // self._world_size,
             dtype=dtype,
-            device=self._device.torch_device,
+            device=self.device.torch_device,
         )
         self._scratch_row = (cache.num_blocks - 1) * cache.block_size
         self._inputs = StepInputs(plan, self.encoder_cache, self._embeddings)
         self._requests: dict[str, RankRequest] = {}
         self._metrics = RankMetrics(recorder, self._rank)
-        self._sampler = TokenSampler(plan, self._device, self._graphs, self._metrics)
+        self._sampler = TokenSampler(plan, self.device, self._graphs, self._metrics)
         self._warmed = False
         self._stages = Stages(reports=self._rank == 0)
         self._probe = mm_cache_probe("device") if self._rank == 0 else None
@@ -146,6 +149,8 @@ class ModelRunner:
     @torch.no_grad()
     def warm_up(self, command: WarmUp) -> RankOutput:
         """Run the graph of one bucket with padding alone."""
+        if self._rank != 0:
+            time.sleep(command.head_start_s)
         begin = time.monotonic()
         graph, _, size = command.bucket.partition("/")
         if graph == "encode":
@@ -157,7 +162,7 @@ class ModelRunner:
         else:
             rows, context = map(int, size.split("x"))
             self._graph(self._inputs.padding(graph, rows, context))
-        self._device.wait()
+        self.device.wait()
         self._warmed = True
         return RankOutput(step_id=command.step_id, rank=self._rank, timings={command.bucket: time.monotonic() - begin})
 

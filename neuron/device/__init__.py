@@ -20,7 +20,7 @@ class DeviceKind:
     """What the layers above need to know of a backend."""
 
     module: str
-    """Offers `create() -> Device`."""
+    """Offers `create(cache_dir: str | None) -> Device`."""
     compiles: bool
     """Whether a graph's first execution compiles it."""
     same_program: bool
@@ -35,6 +35,6 @@ KINDS = {
 }
 
 
-def create_device(name: str) -> Device:
-    """This process's device. Raises ConfigError when what it needs is not installed."""
-    return cast("Device", importlib.import_module(KINDS[name].module).create())
+def create_device(name: str, cache_dir: str | None = None) -> Device:
+    """This process's device. cache_dir: of compiled graphs. Raises ConfigError when a package is missing."""
+    return cast("Device", importlib.import_module(KINDS[name].module).create(cache_dir))

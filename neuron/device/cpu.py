@@ -45,5 +45,5 @@ class CpuDevice:
         return len(self._seen)
 
 
-def create() -> CpuDevice:
+def create(cache_dir: str | None) -> CpuDevice:
     return CpuDevice()

@@ -19,8 +19,9 @@ class XlaDevice:
     is what AWS documents for torch-neuronx on torch_xla, and how torch_xla's collectives become part of a graph.
     """
 
-    def __init__(self) -> None:
-        self._xla = import_xla()
+    def __init__(self, cache_dir: str | None = None) -> None:
+        """cache_dir: a folder for compiled programs, where they are kept between processes."""
+        self._xla = import_xla(cache_dir)
         self.torch_device = self._xla.torch_xla.device()
         self._programs: dict[str, Callable[..., Any]] = {}
 
@@ -50,5 +51,5 @@ class XlaDevice:
         return recorded[0] if recorded else 0
 
 
-def create() -> XlaDevice:
-    return XlaDevice()
+def create(cache_dir: str | None) -> XlaDevice:
+    return XlaDevice(cache_dir)
