@@ -79,6 +79,22 @@ def test_the_graph_draws_what_the_host_draws(vocab: int) -> None:
     assert [draw(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)] == expected
 
 
+def test_rows_of_padding_may_hold_anything() -> None:
+    rows = mixed_rows(24)
+    logits = make_logits(32)
+    expected = draw(logits[:24], rows)
+    for rows_of_a_kind in (rows, [make_row(i) for i in range(24)], [make_row(temperature=0.0)] * 24):
+        call = prepare(rows_of_a_kind, 32, VOCAB, VOCAB)
+        assert call is not None
+        clean, _ = GRAPHS[call.kind](logits, *call.inputs)
+        poisoned = logits.clone()
+        poisoned[24:] = float("nan")
+        tokens, usable = GRAPHS[call.kind](poisoned, *call.inputs)
+        assert torch.equal(tokens[:24], clean[:24])
+        assert usable.tolist() == [True] * 24 + [False] * 8
+    assert draw(logits[:24], rows) == expected
+
+
 def test_each_kind_of_graph_is_chosen_by_what_the_rows_need() -> None:
     greedy, drawn, changed = make_row(temperature=0.0), make_row(), make_row(output=[1], presence_penalty=0.5)
     kinds = [prepare(rows, 4, VOCAB, VOCAB) for rows in ([greedy], [greedy, drawn], [greedy, drawn, changed])]
