@@ -45,7 +45,7 @@ def make_stack(device: str) -> Stack:
     return stack
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_no_answer_differs_from_the_cpus_and_nothing_compiles_after_the_warm_up() -> None:
     made = conversations()[:NUM_CONVERSATIONS]
     cpu = make_stack("cpu")
