@@ -8,11 +8,12 @@ devices that the configuration names; a gang of one on torch_xla's CPU device is
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 
-from actors.compiled_graphs import CompiledGraphs
+from actors.compiled_graphs import CompiledGraphs, graphs_digest
 from actors.messages import WarmUp
 from actors.plan import EnginePlan, make_plan
 from configs.engine import ConfigError, EngineConfig, load_config
@@ -21,9 +22,9 @@ Run = Callable[[WarmUp], float]
 """Runs a bucket on every rank; returns rank 0's seconds."""
 
 
-def compile_graphs(plan: EnginePlan, run: Run) -> None:
+def compile_graphs(plan: EnginePlan, digest: str, run: Run) -> None:
     """Warm every bucket up, print each one's seconds, and list it. Raises ConfigError without compiler.cache_dir."""
-    compiled = CompiledGraphs(plan)
+    compiled = CompiledGraphs(plan, digest)
     names = plan.bucket_names()
     begin, before = time.monotonic(), compiled.files()
     for index, name in enumerate(names, start=1):
@@ -40,7 +41,8 @@ def _without_requirement(config: EngineConfig) -> EngineConfig:
 
 
 def compile_alone(plan: EnginePlan) -> None:
-    """A gang of one, in this process."""
+    """A gang of one, in this process: on a NeuronCore unless PJRT_DEVICE says otherwise."""
+    os.environ.setdefault("PJRT_DEVICE", "NEURON")
     from actors.model_runner import ModelRunner
     from actors.pixels import PixelMailbox
     from neuron.collectives import create_collectives
@@ -48,7 +50,7 @@ def compile_alone(plan: EnginePlan) -> None:
 
     timeout_s = plan.config.parallel.collective_timeout_s
     runner = ModelRunner(plan, create_collectives("gloo", 0, 1, "", timeout_s), PixelMailbox(), Recorder(()))
-    compile_graphs(plan, lambda command: runner.warm_up(command).timings[command.bucket])
+    compile_graphs(plan, graphs_digest(plan), lambda command: runner.warm_up(command).timings[command.bucket])
 
 
 def compile_gang(plan: EnginePlan) -> None:
@@ -61,7 +63,7 @@ def compile_gang(plan: EnginePlan) -> None:
     group = RankGroup(plan, lambda stage, done, total, seconds: None)
     try:
         group.place_and_load()
-        compile_graphs(plan, group.warm_up_bucket)
+        compile_graphs(plan, group.graphs_digest(), group.warm_up_bucket)
     finally:
         group.shutdown()
 

@@ -32,12 +32,12 @@ _VARIABLES = (
 class CompiledGraphs:
     """The list for one plan. Bucket name -> files, relative to the cache folder."""
 
-    def __init__(self, plan: EnginePlan) -> None:
-        """Reads the list as it is. Raises ConfigError without compiler.cache_dir."""
+    def __init__(self, plan: EnginePlan, digest: str) -> None:
+        """digest: a rank's `graphs_digest`. Reads the list as it is. Raises ConfigError without compiler.cache_dir."""
         if plan.config.compiler.cache_dir is None:
             raise ConfigError("compiler.cache_dir = None: expected a folder, which keeps the compiled graphs")
         self.folder = Path(plan.config.compiler.cache_dir)
-        self._path = self.folder / _LISTS / f"{graphs_digest(plan)}.json"
+        self._path = self.folder / _LISTS / f"{digest}.json"
         self._files: dict[str, list[str]] = {}
         if self._path.exists():
             self._files = json.loads(self._path.read_text())
@@ -60,10 +60,13 @@ class CompiledGraphs:
 
 
 def check_compiled(plan: EnginePlan) -> None:
-    """Raises ConfigError naming the graphs that were not compiled for this plan. Devices that don't compile pass."""
+    """On a rank: raises ConfigError naming the graphs that were not compiled for this plan.
+
+    Devices that don't compile pass.
+    """
     if not plan.kind.compiles:
         return
-    compiled = CompiledGraphs(plan)
+    compiled = CompiledGraphs(plan, graphs_digest(plan))
     names = plan.bucket_names()
     missing = [name for name in names if not compiled.has(name)]
     if missing:
@@ -75,7 +78,8 @@ def check_compiled(plan: EnginePlan) -> None:
 
 
 def graphs_digest(plan: EnginePlan) -> str:
-    """Of all that the plan's programs are compiled from, but for the buckets, which name them."""
+    """Of all that the plan's programs are compiled from, but for the buckets, which name them. Of this process, whose
+    variables and packages may be others than those of another one."""
     config = plan.config
     what: dict[str, Any] = {
         "device": plan.device,

@@ -215,6 +215,10 @@ class RankGroup:
                 logger.info("start: %s warmed in %.1f s, %d of %d", bucket, seconds, index, len(buckets))
             self._report("warmed", index, len(buckets), time.monotonic() - begin)
 
+    def graphs_digest(self) -> str:
+        """What rank 0 compiles its graphs from, see `actors.compiled_graphs`."""
+        return str(ray.get(self._actors[0].graphs_digest.remote()))
+
     def warm_up_bucket(self, command: WarmUp) -> float:
         """Run one bucket on every rank; returns rank 0's seconds."""
         timeout_s = self.config.parallel.collective_timeout_s

@@ -34,7 +34,7 @@ def compile_into(folder: Path, plan: EnginePlan) -> list[str]:
             file.touch()
         return 0.5
 
-    compile_ahead.compile_graphs(plan, run)
+    compile_ahead.compile_graphs(plan, graphs_digest(plan), run)
     return ran
 
 
@@ -72,8 +72,8 @@ def test_what_a_graph_is_compiled_from_has_a_list_of_its_own(tmp_path: Path, mon
     more = make(tmp_path, buckets={"prefill_tokens": [64, 128]})
     assert graphs_digest(more) == graphs_digest(plan)
     compile_into(tmp_path, plan)
-    assert not CompiledGraphs(more).has("prefill/64x1024")
-    assert CompiledGraphs(more).has("prefill/128x1024")
+    assert not CompiledGraphs(more, graphs_digest(more)).has("prefill/64x1024")
+    assert CompiledGraphs(more, graphs_digest(more)).has("prefill/128x1024")
 
 
 def test_the_requirement_needs_a_folder_and_the_cpu_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +81,7 @@ def test_the_requirement_needs_a_folder_and_the_cpu_none(tmp_path: Path, capsys:
         parse_config({"compiler": {"require_compiled": True}})
     check_compiled(make(tmp_path, parallel={"device": "cpu"}))
     with pytest.raises(ConfigError, match=r"compiler\.cache_dir = None"):
-        CompiledGraphs(make(tmp_path, compiler={}))
+        CompiledGraphs(make(tmp_path, compiler={}), "")
     config = tmp_path / "cpu.yaml"
     config.write_text(yaml.safe_dump({"applications": [{"args": {"parallel": {"device": "cpu"}}}]}))
     compile_ahead.main([str(config)])
