@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from neuron.device.interface import Graph, tensors_of
+from neuron.device.interface import Graph
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class CpuDevice:
         return x
 
     def run(self, name: str, graph: Graph, *inputs: Any) -> Any:
-        self._seen.add((name, *((x.shape, x.dtype) for x in tensors_of(inputs))))
+        self._seen.add((name, *_shapes(inputs)))
         if self._compiler is not None:
             if graph not in self._compiled:
                 self._compiled[graph] = torch.compile(graph, fullgraph=True, dynamic=False, backend=self._compiler)
@@ -43,6 +43,17 @@ class CpuDevice:
 
     def num_compilations(self) -> int:
         return len(self._seen)
+
+
+def _shapes(inputs: tuple[Any, ...]) -> list[torch.Size]:
+    """Of the tensors in nested tuples."""
+    shapes: list[torch.Size] = []
+    for each in inputs:
+        if isinstance(each, Tensor):
+            shapes.append(each.shape)
+        elif isinstance(each, tuple):
+            shapes += _shapes(each)
+    return shapes
 
 
 def create(cache_dir: str | None) -> CpuDevice:

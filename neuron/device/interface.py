@@ -1,6 +1,6 @@
 """The interface of a device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -37,12 +37,3 @@ class Device(Protocol):
     def num_compilations(self) -> int:
         """Graphs compiled in this process so far; where nothing is compiled, different shapes seen."""
         ...
-
-
-def tensors_of(inputs: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples; other leaves are skipped."""
-    if isinstance(inputs, Tensor):
-        yield inputs
-    elif isinstance(inputs, tuple):
-        for each in inputs:
-            yield from tensors_of(each)
