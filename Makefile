@@ -1,19 +1,22 @@
 # make serve            install into .venv, then serve serve_config.yaml on 127.0.0.1:8000
 # make serve CONFIG=configs/laptop.yaml
+# make compile CONFIG=configs/trn2.yaml   fill the compile cache for a configuration, without serving
 # make test             the fast suite, then the end-to-end suite
+# make test-xla         the Neuron backend on torch_xla's CPU device; creates .venv-xla (7 GB)
 # make test-fast, make test-e2e, make lint, make format
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+VENV_XLA := .venv-xla
 CONFIG ?= serve_config.yaml
 
 # HAProxy in front and fewer thread hops inside the replicas: several milliseconds less per request.
 SERVE_ENV := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
              RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0
 
-.PHONY: install serve test test-fast test-e2e prometheus lint format clean
+.PHONY: install serve compile test test-fast test-e2e test-xla prometheus lint format clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -32,6 +35,9 @@ serve: $(VENV)/.installed
 	@if [ -t 1 ]; then export TRN_VISION_SERVE_PROGRESS=bar; fi; \
 	$(SERVE_ENV) exec $(BIN)/serve run $(CONFIG)
 
+compile: $(VENV)/.installed
+	$(BIN)/python -m actors.compile $(CONFIG)
+
 test: test-fast test-e2e
 
 # Debian's prometheus and promtool, which the tests run for real.
@@ -42,10 +48,20 @@ prometheus:
 	  service prometheus stop > /dev/null 2>&1 || true; }
 
 test-fast: $(VENV)/.installed-test prometheus
-	$(BIN)/python -m pytest -m "not e2e"
+	$(BIN)/python -m pytest -m "not e2e and not xla"
 
 test-e2e: $(VENV)/.installed-test prometheus
 	$(BIN)/python -m pytest -m e2e
+
+$(VENV_XLA)/.installed: pyproject.toml
+	@echo "installing torch_xla into $(VENV_XLA)"
+	@test -x $(VENV_XLA)/bin/python || $(PYTHON) -m venv $(VENV_XLA)
+	@$(VENV_XLA)/bin/pip install -q -U pip
+	@$(VENV_XLA)/bin/pip install -q -e '.[xla]'
+	@touch $@
+
+test-xla: $(VENV_XLA)/.installed
+	PJRT_DEVICE=CPU $(VENV_XLA)/bin/python -m pytest -m xla tests/xla
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -57,4 +73,4 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_XLA) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,6 +19,8 @@ TRN2_HBM_BYTES_PER_RANK = 24 * GIB
 """Of a logical core at LNC=2: a Trn2 chip has 96 GiB and four of them."""
 DEFAULT_KV_BLOCKS = 4096
 """Where no limit is known, as on the CPU."""
+_SAMPLE_BYTES = 8 * 4
+"""Of a sample graph for each logit: the logits, what they are compared by, and masks."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
@@ -149,7 +151,9 @@ def plan_memory(
     """
     world_size, cache, itemsize = config.parallel.world_size, config.encoder_cache, ITEMSIZE[dtype]
     memory = model.memory(world_size, itemsize)
-    workspaces = {name: _workspace(memory, name, config.scheduler.max_num_seqs) for name in bucket_names}
+    workspaces = {
+        name: _workspace(memory, model.vocab_size, name, config.scheduler.max_num_seqs) for name in bucket_names
+    }
     largest = max(workspaces, key=lambda name: workspaces[name])
     hbm = config.memory.hbm_bytes_per_rank or (TRN2_HBM_BYTES_PER_RANK if device == "neuron" else None)
     asked = config.kv_cache.num_blocks
@@ -170,11 +174,13 @@ def plan_memory(
     return replace(plan, config=_with_kv_blocks(config, derived))
 
 
-def _workspace(memory: RankMemory, name: str, max_num_seqs: int) -> int:
+def _workspace(memory: RankMemory, vocab_size: int, name: str, max_num_seqs: int) -> int:
     """Of a graph by its bucket's name; a prefill has a row of logits for every sequence that may run."""
     graph, _, size = name.partition("/")
     if graph == "encode":
         return memory.encode(int(size))
+    if graph.startswith("sample"):
+        return int(size) * vocab_size * _SAMPLE_BYTES
     rows, context = map(int, size.split("x"))
     if graph == "decode":
         return memory.decode(rows, context)

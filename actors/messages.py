@@ -159,7 +159,9 @@ class WarmUp(msgspec.Struct, frozen=True, kw_only=True, tag="warm_up"):
 
     step_id: int
     bucket: str
-    """A name from ModelRunner.buckets."""
+    """A name from EnginePlan.bucket_names."""
+    head_start_s: float = 0.0
+    """Every rank but 0 begins so much later: it then finds rank 0's compiled graph, or waits for it, in the cache."""
 
 
 Command = SchedulerOutput | WarmUp

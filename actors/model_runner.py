@@ -2,8 +2,10 @@
 
 `execute` names the stages in order: evict, encode, forward (which gathers), sample. The connector's load and save will
 stand around encode. Time comes from the message's clock; nothing else may decide anything on a single rank.
+Weights and caches live on the rank's device; inputs are made on the host and moved there for the graph that takes them.
 """
 
+import logging
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from actors.compiled_graphs import check_compiled
 from actors.messages import (
     EncoderCacheOccupancy,
     MMItem,
@@ -28,16 +31,22 @@ from actors.rank_metrics import RankMetrics
 from actors.rank_request import RankRequest
 from actors.stages import Stages
 from actors.step_inputs import Chunk, DecodeCall, PrefillCall, StepInputs
+from actors.token_sampler import TokenSampler
 from neuron.collectives import Collectives
+from neuron.device import create_device
+from neuron.device.graphs import Graphs, NewShapeError
 from neuron.encoder_cache_blocks import EncoderCacheBlocks
 from neuron.kv_blocks import KVBlocks
 from neuron.models import family_of
 from neuron.models.interface import ImageInputs, MRopeItem, VisionBlock
-from neuron.sampler import SamplingRow, sample
+from neuron.sampler import SamplingRow
 from neuron.vision_packing import Round, pack
 from telemetry import metrics
+from telemetry.logs import LOGGER_NAME
 from telemetry.probe import mm_cache_probe
 from telemetry.recorder import Recorder
+
+logger = logging.getLogger(LOGGER_NAME)
 
 Grid = tuple[int, int, int]
 
@@ -52,7 +61,7 @@ class _Encoding:
     num_patches: int
     """Of this rank's images, without padding."""
     inputs: VisionBlock | None
-    """None: this rank has no image in the round."""
+    """None: this rank has no image in the round, and need not run the encoder for that."""
     rows: torch.Tensor
     """[world_size * num_rows] cache rows, scratch for padding."""
 
@@ -70,7 +79,11 @@ class ModelRunner:
         self._model_config = self._family.load_config(config.model.folder)
         self._model_config.validate(self._world_size)
         dtype = _DTYPES[plan.dtype]
-        self._model = self._family.load_model(config.model.folder, collectives, dtype, plan.device)
+        if config.compiler.require_compiled:
+            check_compiled(plan)
+        self.device = create_device(plan.device, config.compiler.cache_dir)
+        self._graphs = Graphs(self.device, self._met_new_shape)
+        self._model = self._family.load_model(config.model.folder, collectives, dtype, self.device.torch_device)
         self._kv = KVBlocks(
             num_layers=self._model_config.num_layers,
             num_blocks=config.kv_cache.planned_num_blocks,
@@ -78,7 +91,7 @@ class ModelRunner:
             num_kv_heads=self._model_config.num_local_kv_heads(self._world_size),
             head_dim=self._model_config.head_dim,
             dtype=dtype,
-            device=plan.device,
+            device=self.device.torch_device,
         )
         cache = config.encoder_cache
         self.encoder_cache = EncoderCacheBlocks(cache.num_blocks, cache.block_size, cache.min_hold_time_ms)
@@ -86,12 +99,14 @@ class ModelRunner:
             cache.num_blocks * cache.block_size,
             self._model_config.fat_dim // self._world_size,
             dtype=dtype,
-            device=plan.device,
+            device=self.device.torch_device,
         )
         self._scratch_row = (cache.num_blocks - 1) * cache.block_size
         self._inputs = StepInputs(plan, self.encoder_cache, self._embeddings)
         self._requests: dict[str, RankRequest] = {}
         self._metrics = RankMetrics(recorder, self._rank)
+        self._sampler = TokenSampler(plan, self.device, self._graphs, self._metrics)
+        self._warmed = False
         self._stages = Stages(reports=self._rank == 0)
         self._probe = mm_cache_probe("device") if self._rank == 0 else None
         self._metrics.emit(self._occupancy())
@@ -104,6 +119,8 @@ class ModelRunner:
     @torch.no_grad()
     def execute(self, output: SchedulerOutput) -> RankOutput:
         """Run one step. The order of the stages is the contract with the scheduler's accounting."""
+        if self._warmed:
+            self._graphs.end_warm_up()
         self._update_requests(output)
         requests = [self._requests[request_id] for request_id in output.num_scheduled_tokens]
         with self._stages.step(output, [request.trace for request in requests]):
@@ -132,14 +149,21 @@ class ModelRunner:
     @torch.no_grad()
     def warm_up(self, command: WarmUp) -> RankOutput:
         """Run the graph of one bucket with padding alone."""
+        if self._rank != 0:
+            time.sleep(command.head_start_s)
         begin = time.monotonic()
         graph, _, size = command.bucket.partition("/")
         if graph == "encode":
             num_rows = int(size) // self._model_config.merge_area
             self._encode(_Encoding(command.bucket, 0, self._vision_block([], int(size)), self._scratch_rows(num_rows)))
+        elif graph.startswith("sample"):
+            if self._rank == 0:
+                self._sampler.warm_up(command.bucket)
         else:
             rows, context = map(int, size.split("x"))
             self._graph(self._inputs.padding(graph, rows, context))
+        self.device.wait()
+        self._warmed = True
         return RankOutput(step_id=command.step_id, rank=self._rank, timings={command.bucket: time.monotonic() - begin})
 
     # Stages
@@ -202,7 +226,8 @@ class ModelRunner:
         timeout = self._plan.config.parallel.collective_timeout_s
         mine = vision_round.blocks[self._rank]
         images = [(self._pixels.take(image.mm_hash, timeout), items[image.mm_hash].grid) for image in mine]
-        inputs = self._vision_block(images, vision_round.num_patches) if mine else None
+        encodes = bool(mine) or self._plan.kind.same_program
+        inputs = self._vision_block(images, vision_round.num_patches) if encodes else None
         used = sum(image.num_patches for image in mine)
         return _Encoding(f"encode/{vision_round.num_patches}", used, inputs, rows)
 
@@ -217,13 +242,21 @@ class ModelRunner:
     def _encode(self, encoding: _Encoding) -> None:
         """Encode this rank's block, or take zeros if it has none, and exchange the round's embeddings."""
         if encoding.inputs is not None:
-            embeddings = self._model.encode(encoding.inputs)
+            self._graphs.run(
+                encoding.bucket_name, self._encode_and_write, encoding.inputs, self._embeddings, encoding.rows
+            )
         else:
             num_rows = len(encoding.rows) // self._world_size
             embeddings = torch.zeros(num_rows, self._model_config.fat_dim, dtype=self._embeddings.dtype)
-        self._model.write_embeddings(embeddings, self._embeddings, encoding.rows)
+            self._model.write_embeddings(embeddings, self._embeddings, encoding.rows)
         if encoding.num_patches:
             self._metrics.executed(encoding.bucket_name, None, encoding.num_patches)
+
+    def _encode_and_write(
+        self, block: VisionBlock[torch.Tensor], encoder_cache: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """The encode graph: the embeddings of every rank's block, in this rank's columns of its buffer."""
+        self._model.write_embeddings(self._model.encode(block), encoder_cache, rows)
 
     def _prepare(self, output: SchedulerOutput) -> list[tuple[PrefillCall | DecodeCall, Sequence[RankRequest]]]:
         """The step's graph calls, each with the requests that rows of its logits belong to, in order."""
@@ -248,7 +281,7 @@ class ModelRunner:
             return self._inputs.images(chunks)
 
     def _run(self, call: PrefillCall | DecodeCall) -> torch.Tensor:
-        """Logits [rows, vocab_size] float32."""
+        """Logits [rows, vocab_size] float32, on the device."""
         self._metrics.executed(
             call.bucket_name, call.num_tokens if isinstance(call, DecodeCall) else None, call.num_tokens
         )
@@ -256,8 +289,10 @@ class ModelRunner:
 
     def _graph(self, call: PrefillCall | DecodeCall) -> torch.Tensor:
         if isinstance(call, DecodeCall):
-            return self._model.decode(self._kv, call.inputs)
-        return self._model.prefill(self._kv, call.inputs, call.images)
+            logits: torch.Tensor = self._graphs.run(call.bucket_name, self._model.decode, self._kv, call.inputs)
+        else:
+            logits = self._graphs.run(call.bucket_name, self._model.prefill, self._kv, call.inputs, call.images)
+        return logits
 
     def _sample(
         self, asked: Sequence[Sequence[RankRequest]], logits: Sequence[torch.Tensor]
@@ -269,7 +304,7 @@ class ModelRunner:
         for requests, rows in zip(asked, logits, strict=True):
             if not requests:
                 continue
-            tokens = sample(rows[: len(requests)], [_sampling_row(request) for request in requests])
+            tokens = self._sampler.draw(rows, [_sampling_row(request) for request in requests])
             for request, token in zip(requests, tokens, strict=True):
                 sampled[request.request_id] = TokenLogprobs(
                     token_id=token.token_id, logprob=token.logprob, top=token.top
@@ -277,6 +312,13 @@ class ModelRunner:
         return sampled
 
     # Bookkeeping
+
+    def _met_new_shape(self, bucket_name: str) -> None:
+        message = f"{bucket_name} was compiled in the middle of a step: the warm-up had not met its shapes"
+        if self._plan.config.debug.fail_on_new_shape:
+            raise NewShapeError(message)
+        logger.warning("%s", message)
+        self._metrics.met_new_shape(bucket_name)
 
     def _occupancy(self) -> EncoderCacheOccupancy:
         cache = self.encoder_cache

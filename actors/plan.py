@@ -8,10 +8,15 @@ from typing import Any, Literal
 
 from actors.memory_plan import ITEMSIZE, MemoryPlan, plan_memory
 from configs.engine import ConfigError, EngineConfig
+from neuron.device import KINDS, DeviceKind
 from neuron.models import load_model_config
 from neuron.models.interface import CheckpointError
 
 PROCESSOR = "preprocessor_config.json"
+_STOP_TOKENS = 64
+_VISION_MULTIPLE = 128
+"""Patches of an attention block on hardware are a multiple of it."""
+_SAMPLE_GRAPHS = ("sample_greedy", "sample", "sample_penalties")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,15 @@ class EnginePlan:
     vision_patches: tuple[int, ...]
 
     @property
+    def kind(self) -> DeviceKind:
+        return KINDS[self.device]
+
+    @property
+    def num_logit_changes(self) -> int:
+        """Tokens whose logits the sample graph may change in a row: those of a longest request, and stop tokens."""
+        return min(self.memory.model.vocab_size, self.config.model.max_model_len + _STOP_TOKENS)
+
+    @property
     def cpus_per_rank(self) -> float:
         """Ray CPUs that each rank reserves: fractions on a CPU host, so that sixteen ranks fit two cores."""
         return 1.0 if self.device == "neuron" else 0.01
@@ -45,7 +59,8 @@ class EnginePlan:
 
     def bucket_names(self) -> list[str]:
         """Every graph that a step can run, smallest first."""
-        return _bucket_names(self.prefill_tokens, self.decode_seqs, self.context_tokens, self.vision_patches)
+        buckets = (self.prefill_tokens, self.decode_seqs, self.context_tokens, self.vision_patches)
+        return _bucket_names(*buckets, samples=self.kind.samples)
 
     def describe(self) -> dict[str, Any]:
         """The derived values, for the log at start."""
@@ -72,11 +87,6 @@ def make_plan(config: EngineConfig, neuron_cores: int = 0) -> EnginePlan:
     device = config.parallel.device
     if device == "auto":
         device = "neuron" if neuron_cores else "cpu"
-    if device == "neuron":
-        raise ConfigError(
-            "parallel.device: NeuronCores were chosen, and this version has no Neuron backend yet; "
-            "set parallel.device: cpu to run on the host's processors"
-        )
     return _derive(config, device)
 
 
@@ -106,13 +116,8 @@ def _derive(config: EngineConfig, device: Literal["cpu", "neuron"], max_image_pa
         dtype = "float32" if device == "cpu" else model_config.torch_dtype
         if dtype not in ITEMSIZE:
             raise ConfigError(f"model.dtype = 'auto': the checkpoint's is {dtype}, expected {' or '.join(ITEMSIZE)}")
-    buckets = config.buckets
-    prefill_tokens = buckets.prefill_tokens or _ladder(32, config.scheduler.max_num_batched_tokens, factor=4)
-    decode_seqs = buckets.decode_seqs or _ladder(1, config.scheduler.max_num_seqs, factor=4)
-    longest = _round_up(config.model.max_model_len, config.kv_cache.block_size)
-    context_tokens = buckets.context_tokens or _ladder(256, longest, factor=4)
-    vision_patches = buckets.vision_patches or _ladder(64, _round_up(max_image_patches, 128), factor=4)
-    names = _bucket_names(prefill_tokens, decode_seqs, context_tokens, vision_patches)
+    prefill_tokens, decode_seqs, context_tokens, vision_patches = _buckets(config, device, max_image_patches)
+    names = _bucket_names(prefill_tokens, decode_seqs, context_tokens, vision_patches, samples=KINDS[device].samples)
     memory = plan_memory(config, model_config, device, dtype, names)
     plan = EnginePlan(
         config=memory.config,
@@ -130,6 +135,26 @@ def _derive(config: EngineConfig, device: Literal["cpu", "neuron"], max_image_pa
     return plan
 
 
+def _buckets(config: EngineConfig, device: str, max_image_patches: int) -> tuple[tuple[int, ...], ...]:
+    """Tokens, sequences, context and patches, those that are not set derived: powers of two below each limit.
+
+    Where graphs are compiled, all of them from sizes below which a step takes no less time; on the CPU, which compiles
+    nothing and whose steps do take less, every second one from smaller sizes, so that the warm-up stays short.
+    """
+    set_buckets, block_size = config.buckets, config.kv_cache.block_size
+    compiles = KINDS[device].compiles
+    factor = 2 if compiles else 4
+    longest = _round_up(config.model.max_model_len, block_size)
+    smallest_context = _round_up(1024 if compiles else 256, block_size)
+    largest_image = _round_up(max_image_patches, _VISION_MULTIPLE)
+    return (
+        set_buckets.prefill_tokens or _ladder(128 if compiles else 32, config.scheduler.max_num_batched_tokens, factor),
+        set_buckets.decode_seqs or _ladder(1, config.scheduler.max_num_seqs, factor),
+        set_buckets.context_tokens or _ladder(smallest_context, longest, factor),
+        set_buckets.vision_patches or _ladder(_VISION_MULTIPLE if compiles else 64, largest_image, factor),
+    )
+
+
 def _largest_image(processor: Path) -> int:
     """Patches of the largest image that a checkpoint's processor makes."""
     try:
@@ -144,8 +169,9 @@ def _bucket_names(
     decode_seqs: tuple[int, ...],
     context_tokens: tuple[int, ...],
     vision_patches: tuple[int, ...],
+    samples: bool,
 ) -> list[str]:
-    """Context is at least as long as the step's own tokens."""
+    """Context is at least as long as the step's own tokens. samples: whether graphs draw the tokens."""
     sizes = product(prefill_tokens, context_tokens)
     prefill = [(tokens, context) for tokens, context in sizes if context >= tokens]
     return [
@@ -153,6 +179,7 @@ def _bucket_names(
         *(f"prefill/{tokens}x{context}" for tokens, context in prefill),
         *(f"prefill_images/{tokens}x{context}" for tokens, context in prefill),
         *(f"decode/{seqs}x{context}" for seqs, context in product(decode_seqs, context_tokens)),
+        *(f"{graph}/{seqs}" for graph, seqs in product(_SAMPLE_GRAPHS if samples else (), decode_seqs)),
     ]
 
 
@@ -167,6 +194,11 @@ def _check(plan: EnginePlan) -> None:
         raise ConfigError(
             f"buckets.vision_patches = {list(plan.vision_patches)}: the largest must hold the largest image of "
             f"{plan.max_image_patches} patches"
+        )
+    if plan.kind.compiles and any(size % _VISION_MULTIPLE for size in plan.vision_patches):
+        raise ConfigError(
+            f"buckets.vision_patches = {list(plan.vision_patches)}: expected multiples of {_VISION_MULTIPLE} with "
+            f"parallel.device = {plan.device!r}"
         )
     if plan.context_tokens[-1] < config.model.max_model_len:
         raise ConfigError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from actors.compiled_graphs import graphs_digest
 from actors.messages import Command, RankOutput, WarmUp
 from actors.neuron_cores import CORES_VARIABLE, LNC_VARIABLE, set_runtime_environment
 from actors.pixels import PixelMailbox
@@ -46,6 +47,10 @@ class RankActor:
         """On NeuronCores, before `load`: the rank that this actor's core makes it, and the runtime's variables."""
         set_runtime_environment(variables)
         self.rank = rank
+
+    def graphs_digest(self) -> str:
+        """Of what this rank's graphs are compiled from; after `take_core`, which sets variables that belong to it."""
+        return graphs_digest(self.plan)
 
     def load(self, collectives: str, rendezvous: str) -> dict[str, float]:
         """Join the collectives and read this rank's slice of the weights. Returns seconds and bytes."""

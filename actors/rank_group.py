@@ -35,6 +35,9 @@ from telemetry.prometheus import METRICS_VARIABLE, forget_process
 
 logger = logging.getLogger("trn_vision_serve")
 
+_HEAD_START_S = 2.0
+"""Enough for rank 0 to trace a graph and take the compile cache's lock on it."""
+
 Report = Callable[[str, int, int, float], None]
 """(stage, done, total, seconds since the stage began)"""
 
@@ -97,11 +100,14 @@ class RankGroup:
         """Place, load and warm the gang. Raises RankFailure, ConfigError for NeuronCores that do not fit, or what a
         rank's load raised."""
         try:
-            nodes = self._place()
-            self._load(nodes)
+            self.place_and_load()
             self._warm_up()
         except ray.exceptions.RayActorError as error:
             raise RankFailure(-1, f"died during the start: {error}") from error
+
+    def place_and_load(self) -> None:
+        """A start without its warm-up."""
+        self._load(self._place())
 
     def restart(self) -> None:
         """Replace every rank: a gang in lockstep cannot lose one alone."""
@@ -203,9 +209,24 @@ class RankGroup:
         begin = time.monotonic()
         buckets = self.plan.bucket_names()
         for index, bucket in enumerate(buckets, start=1):
-            answers = self._exchange(WarmUp(step_id=-index, bucket=bucket))
-            self.start_figures.compile_seconds[bucket] = answers[0].timings[bucket]
+            seconds = self.warm_up_bucket(WarmUp(step_id=-index, bucket=bucket))
+            self.start_figures.compile_seconds[bucket] = seconds
+            if self.plan.kind.compiles:
+                logger.info("start: %s warmed in %.1f s, %d of %d", bucket, seconds, index, len(buckets))
             self._report("warmed", index, len(buckets), time.monotonic() - begin)
+
+    def graphs_digest(self) -> str:
+        """What rank 0 compiles its graphs from, see `actors.compiled_graphs`."""
+        return str(ray.get(self._actors[0].graphs_digest.remote()))
+
+    def warm_up_bucket(self, command: WarmUp) -> float:
+        """Run one bucket on every rank; returns rank 0's seconds."""
+        timeout_s = self.config.parallel.collective_timeout_s
+        if self.plan.kind.compiles:
+            timeout_s = self.config.parallel.compile_timeout_s
+            # A graph holds collectives, so that rank 0 cannot run it alone: it only begins before the others do.
+            command = msgspec.structs.replace(command, head_start_s=_HEAD_START_S)
+        return self._exchange(command, timeout_s)[0].timings[command.bucket]
 
     # Steps
 
@@ -215,7 +236,7 @@ class RankGroup:
         `items`: (mm_hash, patches) of the images to encode, in the message's order; `pixels`: references by mm_hash.
         """
         self._send_pixels(pixels, items)
-        answers = self._exchange(output)
+        answers = self._exchange(output, self.config.parallel.collective_timeout_s)
         if self.config.debug.rank_digest:
             for answer in answers:
                 if answer.digest != answers[0].digest:
@@ -234,9 +255,9 @@ class RankGroup:
             if mm_hashes:
                 self._actors[rank].put_pixels.remote(mm_hashes, *(pixels[mm_hash] for mm_hash in mm_hashes))
 
-    def _exchange(self, command: SchedulerOutput | WarmUp) -> list[RankOutput]:
+    def _exchange(self, command: SchedulerOutput | WarmUp, timeout_s: float) -> list[RankOutput]:
         assert self._channel is not None, "step before start"
-        answers = self._channel.exchange(self._encoder.encode(command), self.config.parallel.collective_timeout_s)
+        answers = self._channel.exchange(self._encoder.encode(command), timeout_s)
         outputs = [self._decoder.decode(answer) for answer in answers]
         for output in outputs:
             if output.error is not None:

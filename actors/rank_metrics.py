@@ -32,11 +32,21 @@ class RankMetrics:
         """A graph ran. `num_seqs`: sequences in a decode bucket; None for graphs whose bucket counts tokens alone."""
         if not self._reports:
             return
-        self._recorder.add(metrics.NEFF_EXECUTION_COUNT, 1, bucket_name=bucket_name)
+        self.ran(bucket_name)
         size = bucket_size(bucket_name)
         self._recorder.observe(metrics.NUM_BATCHED_TOKENS_PADDING, size - num_tokens, bucket_name=bucket_name)
         if num_seqs is not None:
             self._recorder.observe(metrics.NUM_SEQS_PADDING, size - num_seqs, bucket_name=bucket_name)
+
+    def ran(self, bucket_name: str) -> None:
+        """A graph ran, of which padding is not counted."""
+        if self._reports:
+            self._recorder.add(metrics.NEFF_EXECUTION_COUNT, 1, bucket_name=bucket_name)
+
+    def met_new_shape(self, bucket_name: str) -> None:
+        """A graph was compiled after the warm-up."""
+        if self._reports:
+            self._recorder.add(metrics.NEW_SHAPES, 1, bucket_name=bucket_name)
 
     def emit(self, occupancy: EncoderCacheOccupancy) -> None:
         if occupancy != self._exported:

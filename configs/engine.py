@@ -58,6 +58,16 @@ class ParallelSettings(Settings):
     """auto: xla for ranks on NeuronCores, shared memory for CPU ranks on one node, gloo between nodes."""
     collective_timeout_s: float = Field(60.0, gt=0)
     """A collective or a step that takes longer ends with an error."""
+    compile_timeout_s: float = Field(3600.0, gt=0)
+    """NeuronCores: the same for one graph of the warm-up, whose compilation may take many minutes."""
+
+
+class CompilerSettings(Settings):
+    cache_dir: str | None = None
+    """NeuronCores: the folder of compiled graphs, a shared file system for a fleet. None: NEURON_COMPILE_CACHE_URL, or
+    the Neuron runtime's own default. What `make compile` made is listed there, too."""
+    require_compiled: bool = False
+    """NeuronCores: refuse to start unless `make compile` has compiled every graph of this configuration."""
 
 
 class KVCacheSettings(Settings):
@@ -141,6 +151,8 @@ class DebugSettings(Settings):
     """Compare a digest of every rank's bookkeeping after each step; the first rank that differs is named."""
     check_invariants: bool = False
     """Run the scheduler's integrity checks after every step, not only when it goes idle."""
+    fail_on_new_shape: bool = False
+    """A graph that meets a new shape after the warm-up fails the step; otherwise it is logged and counted."""
 
 
 class TelemetrySettings(Settings):
@@ -156,6 +168,7 @@ class EngineConfig(Settings):
     model: ModelSettings = ModelSettings()
     parallel: ParallelSettings = ParallelSettings()
     memory: MemorySettings = MemorySettings()
+    compiler: CompilerSettings = CompilerSettings()
     kv_cache: KVCacheSettings = KVCacheSettings()
     encoder_cache: EncoderCacheSettings = EncoderCacheSettings()
     processor_cache: ProcessorCacheSettings = ProcessorCacheSettings()
@@ -188,6 +201,10 @@ class EngineConfig(Settings):
             bucket = getattr(self.buckets, name)
             if bucket is not None and (not bucket or list(bucket) != sorted(set(bucket)) or bucket[0] < 1):
                 raise ValueError(f"buckets.{name} = {list(bucket)}: expected positive sizes in ascending order")
+        if self.compiler.require_compiled and self.compiler.cache_dir is None:
+            raise ValueError(
+                "compiler.require_compiled = True: expected compiler.cache_dir, where `make compile` lists what it made"
+            )
         num_blocks, block_size = self.kv_cache.num_blocks, self.kv_cache.block_size
         if num_blocks is not None and num_blocks * block_size < self.model.max_model_len:
             raise ValueError(

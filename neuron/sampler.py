@@ -104,12 +104,18 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     likeliest = raw.argmax(axis=1)
     highest = raw[np.arange(len(rows)), likeliest]
     _check_finite(raw, highest)
-    if all(_is_greedy(row) and not _changes_logits(row) for row in rows):
+    if all(is_greedy(row) and not changes_logits(row) for row in rows):
         tokens = [int(token) for token in likeliest]
     else:
         tokens = [_draw(index, raw[index], row) for index, row in enumerate(rows)]
+    return with_logprobs(tokens, logits, rows)
+
+
+def with_logprobs(tokens: Sequence[int], logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Drawn tokens with the log probabilities that their rows ask for. logits: as `sample` takes them, finite."""
+    raw = logits.detach().contiguous().numpy()
     return [
-        _with_logprobs(token, raw[index], highest[index], row.params.logprobs)
+        _with_logprobs(token, raw[index], row.params.logprobs)
         for index, (token, row) in enumerate(zip(tokens, rows, strict=True))
     ]
 
@@ -128,7 +134,8 @@ def _check_finite(raw: FloatArray, highest: FloatArray) -> None:
         raise SamplerError(row, f"logit of token {column} is {raw[row, column]}: expected finite logits")
 
 
-def _is_greedy(row: SamplingRow) -> bool:
+def is_greedy(row: SamplingRow) -> bool:
+    """Whether the row takes its likeliest token."""
     return row.params.temperature < GREEDY_BELOW
 
 
@@ -136,7 +143,7 @@ def _masks_stop_tokens(row: SamplingRow) -> bool:
     return bool(row.params.stop_token_ids) and len(row.output_token_ids) < row.params.min_tokens
 
 
-def _changes_logits(row: SamplingRow) -> bool:
+def changes_logits(row: SamplingRow) -> bool:
     """Whether min_tokens or a penalty applies."""
     params = row.params
     return (
@@ -150,36 +157,48 @@ def _changes_logits(row: SamplingRow) -> bool:
 def _draw(index: int, raw: FloatArray, row: SamplingRow) -> int:
     """One token of raw [vocab]."""
     logits: NDArray[np.floating] = raw
-    if _changes_logits(row):
+    if changes_logits(row):
         logits = _apply_penalties(raw, row)
         if logits.max() == -np.inf:
             raise SamplerError(index, f"min_tokens {row.params.min_tokens} masks every token of the vocabulary")
-    if _is_greedy(row):
+    if is_greedy(row):
         return int(logits.argmax())
     return _draw_from(logits, row)
 
 
-def _apply_penalties(raw: FloatArray, row: SamplingRow) -> NDArray[np.float64]:
-    """A copy of raw [vocab] with penalties on tokens that occurred, and stop tokens at -inf before min_tokens.
+def logit_changes(
+    row: SamplingRow, vocab: int
+) -> tuple[IntArray, NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
+    """What the row's penalties and min_tokens do, for each token whose logit changes: ids, ascending; by what a
+    positive logit is divided and another multiplied; what is subtracted then; and whether the token cannot be drawn.
 
-    repetition: positive logits are divided, others multiplied, once per token of prompt or output. frequency: times the
-    token's count in the output; presence: once if it is in the output; both subtracted.
+    repetition: once per token of prompt or output. frequency: times the token's count in the output; presence: once if
+    it is in the output.
     """
-    params, vocab = row.params, len(raw)
+    params = row.params
+    output, counts = np.unique(_inside(row.output_token_ids, vocab), return_counts=True)
+    prompt = _inside(row.prompt_token_ids, vocab) if params.repetition_penalty != 1.0 else _no_tokens()
+    stop = _inside(np.array(params.stop_token_ids, np.int64), vocab) if _masks_stop_tokens(row) else _no_tokens()
+    token_ids = np.unique(np.concatenate([prompt, output, stop]))
+    in_output = np.searchsorted(token_ids, output)
+    repetition, subtract = np.ones(len(token_ids)), np.zeros(len(token_ids))
+    repetition[np.searchsorted(token_ids, prompt)] = params.repetition_penalty
+    repetition[in_output] = params.repetition_penalty
+    subtract[in_output] = params.frequency_penalty * counts + params.presence_penalty
+    return token_ids, repetition, subtract, np.isin(token_ids, stop)
+
+
+def _apply_penalties(raw: FloatArray, row: SamplingRow) -> NDArray[np.float64]:
+    """A copy of raw [vocab] with `logit_changes`."""
     logits = raw.astype(np.float64)
-    output = _inside(row.output_token_ids, vocab)
+    token_ids, repetition, subtract, masked = logit_changes(row, len(raw))
+    values = logits[token_ids]
     with np.errstate(all="ignore"):
-        if params.repetition_penalty != 1.0:
-            seen = np.unique(np.concatenate([_inside(row.prompt_token_ids, vocab), output]))
-            values = logits[seen]
-            values = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        if row.params.repetition_penalty != 1.0:
+            values = np.where(values > 0, values / repetition, values * repetition)
             # Whatever penalty a client asks for, the logits stay finite.
-            logits[seen] = np.clip(values, -_LARGE, _LARGE)
-    if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
-        seen, counts = np.unique(output, return_counts=True)
-        logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
-    if _masks_stop_tokens(row):
-        logits[_inside(np.array(params.stop_token_ids, np.int64), vocab)] = -np.inf
+            values = np.clip(values, -_LARGE, _LARGE)
+    logits[token_ids] = np.where(masked, -np.inf, values - subtract)
     return logits
 
 
@@ -236,9 +255,10 @@ def _by_value(values: NDArray[np.float64], token_ids: IntArray) -> IntArray:
     return token_ids[np.argsort(-values[token_ids], kind="stable")]
 
 
-def _with_logprobs(token: int, raw: FloatArray, highest: np.float32, count: int | None) -> SampledToken:
+def _with_logprobs(token: int, raw: FloatArray, count: int | None) -> SampledToken:
     if count is None:
         return SampledToken(token, 0.0)
+    highest = raw.max()
     # One row at a time: a sum's rounding must not depend on the batch.
     log_total = float(highest) + float(np.log(np.exp(raw - highest).sum(dtype=np.float64)))
     top: tuple[tuple[int, float], ...] = ()

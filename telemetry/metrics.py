@@ -214,6 +214,12 @@ COMPILATION_TIME = Metric(
     "First execution of a bucket's graph, its compilation included, in seconds.",
     ("bucket_name",),
 )
+NEW_SHAPES = Metric(
+    "vllm_neuron:graphs_compiled_after_warm_up",
+    "counter",
+    "Graphs that met a new shape after the warm-up: compiled within a step or, on the CPU, only run.",
+    ("bucket_name",),
+)
 MODEL_LOAD_TIME = Metric(
     "vllm_neuron:model_load_time_seconds", "gauge", "Until every rank had its weights, in seconds."
 )

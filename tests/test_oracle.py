@@ -26,6 +26,7 @@ TINY = {
     "encoder_cache": {"block_size": 16, "num_blocks": 11, "min_hold_time_ms": 2},
     "processor_cache": {"max_bytes": 4_000_000},
     "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_encoder_embeddings_per_step": 64},
+    "debug": {"fail_on_new_shape": True},
 }
 ALONE = {
     "model": {"max_model_len": 768},
@@ -64,6 +65,7 @@ async def hold(number: int, conversation: dialogues.Conversation, ask: Callable[
 def test_no_answer_depends_on_caches_or_company() -> None:
     made = conversations()
     together = Stack(parse_config(TINY))
+    together.gang.warm_up()
 
     async def run_together() -> list[list[str]]:
         gate = asyncio.Semaphore(CONCURRENCY)

@@ -113,9 +113,13 @@ def engine() -> Row:
         [
             areas(
                 "Executions per bucket",
-                "Graph executions per second: a bucket that never runs costs only compilation time.",
+                "Graph executions per second: a bucket that never runs costs only compilation time. One compiled after "
+                "the warm-up met a shape that it should not have.",
                 "suffix:/s",
-                [Query(rate("vllm_neuron:neff_execution_count", bucket), name)],
+                [
+                    Query(rate("vllm_neuron:neff_execution_count", bucket), name),
+                    Query(rate("vllm_neuron:graphs_compiled_after_warm_up", bucket), f"{name}, compiled late"),
+                ],
             ),
             lines(
                 "Sequence padding per bucket",

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +11,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 import actors.rank_group
+from actors.compile import compile_gang
+from actors.compiled_graphs import check_compiled
 from actors.messages import Command, RankOutput
 from actors.plan import EnginePlan, make_plan
 from actors.rank_actor import RankActor
@@ -68,10 +70,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         ray.shutdown()
 
 
-def neuron_plan(world_size: int) -> EnginePlan:
-    """What make_plan would derive for NeuronCores, which it refuses as long as there is no backend for them."""
-    tree = {"model": {"max_model_len": 256}, "kv_cache": {"num_blocks": 64}, "parallel": {"world_size": world_size}}
-    return replace(make_plan(parse_config(tree)), device="neuron")
+def neuron_plan(world_size: int, **sections: Any) -> EnginePlan:
+    tree = {"model": {"max_model_len": 256}, "kv_cache": {"num_blocks": 64}, **sections}
+    return make_plan(parse_config(tree | {"parallel": {"world_size": world_size, "device": "neuron"}}))
 
 
 @pytest.mark.slow
@@ -95,6 +96,19 @@ def test_sixteen_ranks_follow_their_cores(monkeypatch: pytest.MonkeyPatch) -> No
     assert not any(rank["torch"] for rank in ranks)
     group.shutdown()
     remove_placement_group(bundles)
+
+
+@pytest.mark.slow
+def test_a_gang_is_compiled_ahead_and_a_rank_finds_its_graphs_listed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(actors.rank_group, "RankActor", StubRank)
+    plan = neuron_plan(2, compiler={"cache_dir": str(tmp_path)})
+    compile_gang(plan)
+    with pytest.raises(ConfigError, match="graphs are not compiled"):
+        check_compiled(plan)  # this process has other variables than a rank
+    monkeypatch.setenv("PJRT_DEVICE", "NEURON")
+    check_compiled(plan)
 
 
 def test_ranks_on_another_node_are_refused() -> None:

@@ -48,11 +48,30 @@ def test_the_shipped_configurations_make_a_plan(name: str) -> None:
     assert len(set(plan.bucket_names())) == len(plan.bucket_names())
 
 
-def test_the_reference_deployment_is_valid_and_needs_a_neuron_backend() -> None:
+def test_the_reference_deployment_is_valid() -> None:
     config = load_config(ROOT / "configs" / "trn2.yaml")
     assert config.parallel.world_size == 16
-    with pytest.raises(ConfigError, match="Neuron backend"):
+    with pytest.raises(ConfigError, match=r"model\.path = '/models/Qwen3-VL-32B-Instruct'"):
         make_plan(config)
+
+
+def test_compiled_graphs_get_powers_of_two_and_the_cpu_every_second() -> None:
+    tree = {"model": {"max_model_len": 4000}, "scheduler": {"max_num_seqs": 6}}
+    for device, expected in (
+        ("cpu", ((32, 128, 512, 1024), (1, 4, 6), (256, 1024, 4000), (64, 256, 1024, 1664))),
+        ("neuron", ((128, 256, 512, 1024), (1, 2, 4, 6), (1024, 2048, 4000), (128, 256, 512, 1024, 1664))),
+    ):
+        plan = make_plan(parse_config(tree | {"parallel": {"device": device, "world_size": 1}}))
+        assert (plan.prefill_tokens, plan.decode_seqs, plan.context_tokens, plan.vision_patches) == expected
+        samples = [name for name in plan.bucket_names() if name.startswith("sample")]
+        kinds = ("sample_greedy", "sample", "sample_penalties") if device == "neuron" else ()
+        assert samples == [f"{kind}/{seqs}" for kind in kinds for seqs in plan.decode_seqs]
+        assert plan.dtype == ("float32" if device == "cpu" else "bfloat16")
+
+
+def test_a_chosen_neuron_core_count_makes_auto_neuron() -> None:
+    config = parse_config({"parallel": {"world_size": 1}})
+    assert [make_plan(config, neuron_cores=cores).device for cores in (0, 8)] == ["cpu", "neuron"]
 
 
 @pytest.mark.parametrize(
@@ -61,11 +80,13 @@ def test_the_reference_deployment_is_valid_and_needs_a_neuron_backend() -> None:
         ({"vision_patches": [64]}, "buckets.vision_patches"),
         ({"context_tokens": [256]}, "buckets.context_tokens"),
         ({"context_tokens": [100, 8200]}, "multiples of kv_cache.block_size"),
+        ({"vision_patches": [64, 1664]}, r"buckets.vision_patches = \[64, 1664\]: expected multiples of 128 with"),
     ],
 )
 def test_a_bucket_that_cannot_work_is_refused(buckets: dict, says: str) -> None:
+    device = "neuron" if "multiples of 128" in says else "cpu"
     with pytest.raises(ConfigError, match=says):
-        make_plan(parse_config({"buckets": buckets}))
+        make_plan(parse_config({"buckets": buckets, "parallel": {"device": device}}))
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

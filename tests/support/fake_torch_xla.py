@@ -31,6 +31,9 @@ def install() -> None:
     )
     distributed = _module("torch_xla.distributed")
     distributed.xla_backend = _module("torch_xla.distributed.xla_backend")  # type: ignore[attr-defined]
+    debug = _module("torch_xla.debug")
+    debug.metrics = _module("torch_xla.debug.metrics", metric_data=lambda name: None)  # type: ignore[attr-defined]
+    package.debug = debug  # type: ignore[attr-defined]
     package.core, package.distributed = core, distributed  # type: ignore[attr-defined]
     package.runtime = _module(  # type: ignore[attr-defined]
         "torch_xla.runtime",

@@ -1,4 +1,4 @@
-"""The whole request path in one process: Renderer -> Engine -> Scheduler -> one ModelRunner. No Ray, no Serve.
+"""The whole request path in one process: Renderer -> Engine -> Scheduler -> ModelRunners. No Ray, no Serve.
 
 Used where a test wants real models and real caches but not real processes.
 """
@@ -6,7 +6,8 @@ Used where a test wants real models and real caches but not real processes.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -23,33 +24,51 @@ from deployments.renderer.serving import Renderer
 from deployments.scheduler.engine import Engine
 from deployments.scheduler.scheduler import Scheduler
 from deployments.scheduler.stats import EngineStats
-from neuron.collectives import create_collectives
+from neuron.vision_packing import pack
 from telemetry.metrics import DEVICE_ENCODER_CACHE_EVICTIONS
 from telemetry.recorder import ENGINE, Recorder, create_recorder
+from tests.neuron.models.gang import Meeting, ThreadCollectives
 
 
 class LocalGang:
-    """One rank in this process, spoken to in the same bytes as a gang of processes."""
+    """The ranks as threads of this process, spoken to in the same bytes as a gang of processes."""
 
     def __init__(self, plan: EnginePlan, recorder: Recorder) -> None:
-        self._plan = plan
+        self.plan = plan
         self._recorder = recorder
         self.start()
 
     def start(self) -> None:
-        self.pixels = PixelMailbox()
-        collectives = create_collectives("shared_memory", 0, 1, "local", 5.0)
-        self.runner = ModelRunner(self._plan, collectives, self.pixels, self._recorder)
+        world_size = self.plan.config.parallel.world_size
+        self._threads = ThreadPoolExecutor(world_size)
+        self.pixels = [PixelMailbox() for _ in range(world_size)]
+        meeting = Meeting(world_size)
+        self.runners = [
+            ModelRunner(self.plan, ThreadCollectives(meeting, rank, world_size), mailbox, self._recorder)
+            for rank, mailbox in enumerate(self.pixels)
+        ]
+        self.runner = self.runners[0]
+
+    def on_every_rank(self, call: Callable[[ModelRunner], RankOutput]) -> RankOutput:
+        """Rank 0's answer; a rank of one runs on the calling thread."""
+        if len(self.runners) == 1:
+            return call(self.runner)
+        first, *_ = self._threads.map(call, self.runners)
+        return first
 
     def warm_up(self) -> None:
-        for index, name in enumerate(self._plan.bucket_names(), start=1):
-            self.runner.warm_up(WarmUp(step_id=-index, bucket=name))
+        for index, name in enumerate(self.plan.bucket_names(), start=1):
+            command = WarmUp(step_id=-index, bucket=name)
+            self.on_every_rank(lambda runner, command=command: runner.warm_up(command))  # type: ignore[misc]
 
     def step(self, output: SchedulerOutput, pixels: dict[str, Any], items: list[tuple[str, int]]) -> RankOutput:
-        for mm_hash, _ in items:
-            self.pixels.put(mm_hash, pixels[mm_hash])
+        rounds = pack(items, self.plan.vision_patches, len(self.runners), self.plan.merge_area)
+        for vision_round in rounds:
+            for mailbox, block in zip(self.pixels, vision_round.blocks, strict=True):
+                for image in block:
+                    mailbox.put(image.mm_hash, pixels[image.mm_hash])
         command = msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=Command)
-        answer = self.runner.execute(command)
+        answer = self.on_every_rank(lambda runner: runner.execute(command))
         return msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=RankOutput)
 
     def check(self) -> None:
@@ -82,17 +101,18 @@ class LocalEngineClient:
 
 
 class Stack:
-    """Renderer, engine and one rank in this process, spoken to over HTTP's own interface (ASGI).
+    """Renderer, engine and ranks in this process, spoken to over HTTP's own interface (ASGI).
 
     `counts` says what happened inside; the engine checks its invariants after every step unless told otherwise.
     """
 
-    def __init__(self, config: EngineConfig, check_invariants: bool = True) -> None:
-        assert config.parallel.world_size == 1
+    def __init__(
+        self, config: EngineConfig, check_invariants: bool = True, make_gang: type[LocalGang] = LocalGang
+    ) -> None:
         recorder = create_recorder(config.model, ENGINE)
         plan = make_plan(config)
         config = plan.config
-        self.gang = LocalGang(plan, recorder)
+        self.gang = make_gang(plan, recorder)
         self.scheduler = Scheduler(config)
         self.counts: Counter[str] = Counter()
         self._count_stats()

@@ -42,8 +42,8 @@ class Qwen3VLMemory:
         return -(-self.config.text.vocab_size // self.world_size)
 
     def weights(self) -> int:
-        """Equal to the loaded model's `nbytes`; the rotary tables, which keep their own types, included."""
-        text_table = self.config.text.head_dim // 2 * (FLOAT32 + INT64)
+        """Equal to the loaded model's `nbytes`; what keeps its own type, too: rotary tables, the first row."""
+        text_table = INT64 + self.config.text.head_dim // 2 * (FLOAT32 + INT64)
         vision_table = len(range(0, self.config.vision.head_dim // 2, 2)) * FLOAT32
         return (self._text_values() + self._vision_values()) * self.itemsize + text_table + vision_table
 

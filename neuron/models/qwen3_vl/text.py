@@ -25,7 +25,8 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.collectives = collectives
         self.weight = nn.Buffer(checkpoint.padded_rows(name, collectives.rank, collectives.world_size))
-        self.first = collectives.rank * self.weight.shape[0]
+        # A tensor, not a number: a program that is compiled with it is the same on every rank.
+        self.first = nn.Buffer(torch.tensor(collectives.rank * self.weight.shape[0]))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden], complete on every rank."""
