@@ -11,7 +11,7 @@ import torch
 import neuron.device
 from actors.messages import RankOutput, SchedulerOutput
 from actors.model_runner import ModelRunner
-from configs import digits
+from configs import dialogues
 from configs.engine import parse_config
 from tests.support.local_stack import LocalGang, Stack
 from tests.test_oracle import SIZES, hold
@@ -61,7 +61,7 @@ def poison(runner: ModelRunner, output: SchedulerOutput) -> None:
 
 def answers(world_size: int, gang: type[LocalGang]) -> list[list[str]]:
     rng = np.random.default_rng(11)
-    made = [digits.conversation(rng, sizes=SIZES, max_images=3) for _ in range(10)]
+    made = [dialogues.conversation(rng, sizes=SIZES, max_images=3) for _ in range(10)]
     parallel = {"world_size": world_size, "device": "cpu"}
     stack = Stack(parse_config(CONFIG | {"parallel": parallel}), make_gang=gang)
 

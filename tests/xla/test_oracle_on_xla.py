@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from configs import digits
+from configs import dialogues
 from configs.engine import parse_config
 from tests.support.local_stack import Stack
 from tests.test_oracle import CONCURRENCY, TINY, conversations, hold
@@ -21,13 +21,13 @@ BUCKETS = {
 }
 
 
-def answer(stack: Stack, made: list[digits.Conversation]) -> list[list[str]]:
+def answer(stack: Stack, made: list[dialogues.Conversation]) -> list[list[str]]:
     """Every answer of every conversation, many held at a time."""
 
     async def hold_all() -> list[list[str]]:
         gate = asyncio.Semaphore(CONCURRENCY)
 
-        async def one(number: int, conversation: digits.Conversation) -> list[str]:
+        async def one(number: int, conversation: dialogues.Conversation) -> list[str]:
             async with gate:
                 return await hold(number, conversation, stack.answer)
 
