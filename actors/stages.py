@@ -32,7 +32,8 @@ class Stages:
     def _step(self, output: SchedulerOutput, traces: Sequence[spans.Link | None]) -> Iterator[None]:
         total, prefill = output.total_num_scheduled_tokens, output.num_prefill_tokens
         counts = {"prefill": prefill, "decode": total - prefill, "total": total, "reqs": len(traces)}
-        links = [link for link in traces if link is not None]
+        # The choices of one request share its span.
+        links = list({link.context.span_id: link for link in traces if link is not None}.values())
         step = StepSpans(links, {"step_id": output.step_id, "phase": output.phase})
         step.mark("step_meta: " + " ".join(f"{key}={value}" for key, value in counts.items()), counts)
         self._spans = step

@@ -5,9 +5,12 @@ process of the application before it starts, and prometheus_client is imported i
 """
 
 import os
-import shutil
+import re
+import struct
+import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,10 @@ from telemetry.metrics import DEFINITIONS, Metric
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
+_METRIC_FILE = re.compile(r"(?:counter|gauge_[a-z]+|histogram|summary)_([0-9]+)\.db")
+"""prometheus_client's names for its files, with the writer's process id."""
+_READ_ATTEMPTS = 50
+
 
 def environment(parent: str) -> dict[str, str]:
     """The variables that make processes share one new folder of metric files below `parent`."""
@@ -23,11 +30,18 @@ def environment(parent: str) -> dict[str, str]:
 
 
 def wipe_stale(parent: str) -> None:
-    """Remove the folders that earlier applications left below `parent` on this node: those without a living writer."""
-    for folder in Path(parent).glob("*"):
-        writers = {file.stem.rpartition("_")[2] for file in folder.glob("*.db")}
-        if not any(pid.isdigit() and Path("/proc", pid).exists() for pid in writers):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folders that earlier applications left below `parent` on this node: those without a living writer.
+
+    Only folders of metric files and nothing else: `parent` may hold what is not ours.
+    """
+    for folder in Path(parent).glob("*/"):
+        with suppress(OSError):  # another user's
+            files = list(folder.iterdir())
+            writers = [_METRIC_FILE.fullmatch(file.name) for file in files]
+            if files and not any(writer is None or Path("/proc", writer[1]).exists() for writer in writers):
+                for file in files:
+                    file.unlink()
+                folder.rmdir()
 
 
 def forget_process(pid: int) -> None:
@@ -37,10 +51,10 @@ def forget_process(pid: int) -> None:
 
 
 def _forget_dead_processes() -> None:
-    """Whatever this process replaces, a rank or a replica, may have died without a word."""
+    """Whatever this process replaces, a rank or a replica, may have died without a word; it may have had our id."""
     for file in Path(os.environ[METRICS_VARIABLE]).glob("gauge_*.db"):
         pid = file.stem.rpartition("_")[2]
-        if not Path("/proc", pid).exists():
+        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
             file.unlink(missing_ok=True)
 
 
@@ -96,4 +110,13 @@ def render() -> tuple[bytes, str]:
 
     registry = prometheus_client.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
-    return prometheus_client.generate_latest(registry), CONTENT_TYPE
+    for attempt in range(1, _READ_ATTEMPTS + 1):
+        try:
+            return prometheus_client.generate_latest(registry), CONTENT_TYPE
+        except (FileNotFoundError, struct.error):
+            # A file went between the listing and its turn, with a process that was replaced; or one was just made and
+            # has no content yet.
+            if attempt == _READ_ATTEMPTS:
+                raise
+            time.sleep(0.002 * attempt)
+    raise AssertionError("the last attempt returns or raises")

@@ -24,6 +24,9 @@ Context = Any
 Link = Any
 """An OpenTelemetry link."""
 
+UNRECORDED: Context = object()
+"""A parent whose children are not recorded, whatever the sampler says."""
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 _tracer: Any = None
@@ -97,7 +100,7 @@ class Span:
     def __init__(self, name: str, parent: Context, links: Sequence[Any], attributes: Mapping[str, Any]) -> None:
         self._range = begin_range(name)
         self._otel: Any = None
-        if _tracer is not None:
+        if _tracer is not None and parent is not UNRECORDED:
             from opentelemetry.context import Context as EmptyContext
 
             context = EmptyContext() if parent is None else parent
@@ -163,7 +166,7 @@ def _around(opened: Span) -> Iterator[Span]:
 def mark(name: str, parent: Context, attributes: Mapping[str, Any]) -> None:
     """A span of no duration."""
     mark_range(name)
-    if _tracer is not None:
+    if _tracer is not None and parent is not UNRECORDED:
         now = time.time_ns()
         _tracer.start_span(name, context=parent, attributes=attributes, start_time=now).end(now)
 
@@ -184,15 +187,6 @@ def headers_of(context: Context) -> dict[str, str]:
     headers: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(headers, context)
     return headers
-
-
-def unrecorded() -> Context:
-    """A context whose children are not recorded."""
-    if _tracer is None:
-        return None
-    from opentelemetry.trace import NonRecordingSpan, SpanContext, set_span_in_context
-
-    return set_span_in_context(NonRecordingSpan(SpanContext(trace_id=1, span_id=1, is_remote=False)))
 
 
 def link_to(headers: Mapping[str, str]) -> Link | None:

@@ -1,5 +1,6 @@
 """The Renderer deployment: the HTTP ingress. A thin shell over `serving.Renderer` and its FastAPI routes."""
 
+import logging
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -7,9 +8,12 @@ from typing import Any
 from actors.messages import EngineOutput, EngineRequest
 from configs.engine import EngineConfig
 from deployments.renderer.announce import announce
+from deployments.renderer.engine_client import EngineUnavailableError
 from telemetry import prometheus, spans
 from telemetry.logs import configure
 from telemetry.recorder import ENGINE, create_recorder, replica_tags
+
+logger = logging.getLogger("trn_vision_serve")
 
 
 class ServeEngineClient:
@@ -25,6 +29,10 @@ class ServeEngineClient:
         try:
             async for output in response:
                 yield output
+        except Exception as error:
+            if _is_loss(error):
+                raise EngineUnavailableError("the engine was lost; the request may be sent again") from error
+            raise
         finally:
             response.cancel()
 
@@ -35,7 +43,19 @@ class ServeEngineClient:
         await self._handle.reset_encoder_cache.remote()
 
     async def health(self) -> bool:
-        return bool(await self._handle.ready.remote())
+        try:
+            return bool(await self._handle.ready.remote())
+        except Exception as error:
+            logger.warning("the engine is not ready: %s", error)
+            return False
+
+
+def _is_loss(error: Exception) -> bool:
+    """Whether the replica behind a handle is gone, or none takes the call; other errors are its own."""
+    from ray.exceptions import RayActorError
+    from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+
+    return isinstance(error, RayActorError | BackPressureError | DeploymentUnavailableError | ReplicaUnavailableError)
 
 
 class RendererDeployment:
@@ -55,7 +75,8 @@ class RendererDeployment:
         recorder = create_recorder(config.model, ENGINE, replica_tags())
         self._renderer = Renderer(config, checkpoint, engine, recorder, store=ray.put)
         self._api = build_api(self._renderer, config, prometheus.render)
-        await engine.health()
+        if not await engine.health():
+            raise RuntimeError("the engine is not ready")
         threading.Thread(target=announce, args=(config.model.name,), name="announce", daemon=True).start()
 
     def __serve_build_asgi_app__(self) -> Any:

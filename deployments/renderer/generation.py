@@ -93,10 +93,10 @@ async def _run_choice(
     except EngineUnavailableError as error:
         choice.metrics.on_end("error")
         raise APIError(str(error), status=503, code="engine_unavailable", retry_after=error.retry_after) from error
-    except APIError:
+    except Exception:
         choice.metrics.on_end("error")
         raise
-    finally:
+    finally:  # who reads here, the client, has left
         choice.metrics.on_end("abort")
         await close(outputs)
 

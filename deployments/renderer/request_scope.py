@@ -1,5 +1,6 @@
 """RequestScope: what belongs to one client request from its arrival to its last token, beside its content."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,10 @@ from deployments.renderer.protocol import ChatCompletionRequest, CompletionReque
 from telemetry import spans
 
 Body = ChatCompletionRequest | CompletionRequest
+
+_MAX_ATTRIBUTE = 256
+"""Characters of what a client wrote."""
+_FINISH_REASONS = "gen_ai.response.finish_reasons"
 
 
 @dataclass
@@ -46,21 +51,28 @@ class RequestScope:
         spans.mark("mm: cache_lookup", self.context, {"result": "hit" if hit else "miss", "mm_hash": mm_hash})
 
     def fail(self, error: BaseException) -> None:
-        """The request ends without an answer."""
-        if self.span is not None:
-            self.span.fail(str(error))
-            self.span.end()
+        """The request ends without an answer: it is refused, or failed, or its client has left (no error of ours)."""
+        if self.span is None:
+            return
+        if isinstance(error, asyncio.CancelledError):
+            self.span.set({_FINISH_REASONS: ["abort"]})
+        else:
+            self.span.fail(str(error) or repr(error))
+        self.span.end()
 
-    def follow(self, deltas: AsyncGenerator[Delta, None], prompt_tokens: int) -> AsyncGenerator[Delta, None]:
+    def follow(
+        self, deltas: AsyncGenerator[Delta, None], prompt_tokens: int, num_choices: int
+    ) -> AsyncGenerator[Delta, None]:
         """The same deltas; the root span ends with them."""
-        return deltas if self.span is None else _follow(self.span, deltas, prompt_tokens)
+        return deltas if self.span is None else _follow(self.span, deltas, prompt_tokens, num_choices)
 
 
 async def _follow(
-    span: spans.Span, deltas: AsyncGenerator[Delta, None], prompt_tokens: int
+    span: spans.Span, deltas: AsyncGenerator[Delta, None], prompt_tokens: int, num_choices: int
 ) -> AsyncGenerator[Delta, None]:
     completion_tokens: dict[int, int] = {}
     reasons: dict[int, str] = {}
+    unfinished = "abort"
     try:
         async for delta in deltas:
             completion_tokens[delta.index] = delta.completion_tokens
@@ -68,14 +80,15 @@ async def _follow(
                 reasons[delta.index] = delta.finish_reason
             yield delta
     except Exception as error:
-        span.fail(str(error))
+        unfinished = "error"
+        span.fail(str(error) or repr(error))
         raise
     finally:
         span.set(
             {
                 "gen_ai.usage.input_tokens": prompt_tokens,
                 "gen_ai.usage.output_tokens": sum(completion_tokens.values()),
-                "gen_ai.response.finish_reasons": [reasons.get(index, "abort") for index in sorted(completion_tokens)],
+                _FINISH_REASONS: [reasons.get(index, unfinished) for index in range(num_choices)],
             }
         )
         span.end()
@@ -85,7 +98,7 @@ async def _follow(
 def _asked(body: Body) -> dict[str, Any]:
     """What the request asks for, by OpenTelemetry's names for generative AI."""
     values = {
-        "gen_ai.request.model": body.model,
+        "gen_ai.request.model": body.model and body.model[:_MAX_ATTRIBUTE],
         "gen_ai.request.max_tokens": body.limit,
         "gen_ai.request.temperature": body.temperature,
         "gen_ai.request.top_p": body.top_p,

@@ -177,8 +177,9 @@ def _body_too_large(limit: int) -> APIError:
 
 
 def _trace_context(request: Request) -> dict[str, str]:
-    """The W3C headers that the client sent."""
-    return {name: request.headers[name][:512] for name in ("traceparent", "tracestate") if name in request.headers}
+    """The W3C headers that the client sent; of a long `tracestate`, as many whole members as 512 characters hold."""
+    found = {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
+    return {name: v if len(v) <= 512 else v[:513].rpartition(",")[0] for name, v in found.items()}
 
 
 def _json(body: responses.Response) -> Response:

@@ -135,7 +135,7 @@ class Renderer:
     async def tokenize(self, body: TokenizeRequest) -> Tokenized:
         self.check_model(body.model)
         if body.messages is not None:
-            scope = RequestScope("tokenize", context=spans.unrecorded())
+            scope = RequestScope("tokenize", context=spans.UNRECORDED)
             prompt = await self._chat_prompt(
                 body.messages, body.add_generation_prompt, body.continue_final_message, scope
             )
@@ -262,7 +262,7 @@ class Renderer:
                 counted = RequestMetrics(self._recorder, scope.arrival_clock, len(prompt.token_ids), siblings)
                 choices.append(generation.Choice(p * n + i, request, detokenizer, counted))
         deltas = generation.run(self.engine, choices, self._checkpoint.eos_token_ids)
-        deltas = scope.follow(deltas, sum(answer.prompt_tokens))
+        deltas = scope.follow(deltas, sum(answer.prompt_tokens), answer.num_choices)
         if body.stream:
             return answers.stream(answer, style, deltas, include_usage=body.include_usage)
         return await answers.collect(answer, style, deltas)

@@ -58,7 +58,8 @@ class SchedulerDeployment:
         await asyncio.wrap_future(self._engine.call(lambda scheduler: scheduler.reset_encoder_cache()))
 
     async def ready(self) -> int:
-        """The replica's process id, once the engine runs."""
+        """The replica's process id, while the engine runs."""
+        self.check_health()
         return os.getpid()
 
     def check_health(self) -> None:

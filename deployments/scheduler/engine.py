@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ logger = logging.getLogger("trn_vision_serve")
 
 IDLE_CHECK_S = 1.0
 """How often an idle engine looks whether its gang is alive."""
+
+RESTART_ATTEMPTS = 3
 
 OnOutput = Callable[[EngineOutput], None]
 
@@ -56,6 +59,9 @@ class Engine:
         self._check_invariants = check_invariants
         self._live: dict[str, _Live] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ending = threading.Lock()
+        self._ended = False
+        """Nobody reads the inbox any more: changed, and the inbox written to, under `_ending`."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: BaseException | None = None
         """Why the loop ended, when it was not stopped."""
@@ -66,8 +72,8 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the loop after the step in flight, then the gang."""
-        self._inbox.put(None)
+        """End the loop after the step in flight, then the gang. Requests that are left end with an error."""
+        self._send(None)
         self._thread.join()
         self._gang.shutdown()
 
@@ -78,7 +84,7 @@ class Engine:
     def submit(self, request: EngineRequest, on_output: OnOutput) -> None:
         """Queue a request; `on_output` is called from the engine's thread, last with a finish reason."""
         live = _Live(request, on_output, Timeline(request, time.monotonic()))
-        self._inbox.put(lambda: self._add(live))
+        self._send(lambda: self._add(live))
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """`submit` for asyncio: yields the request's outputs; closing the iterator early aborts the request."""
@@ -86,7 +92,8 @@ class Engine:
         outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
 
         def on_output(output: EngineOutput) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
+            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         self.submit(request, on_output)
         try:
@@ -100,7 +107,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Forget a request; nothing happens when it has finished already."""
-        self._inbox.put(lambda: self._abort(request_id))
+        self._send(lambda: self._abort(request_id))
 
     def call(self, function: Callable[[Scheduler], Any]) -> "Future[Any]":
         """Run `function` on the scheduler between two steps."""
@@ -108,29 +115,47 @@ class Engine:
 
         def run() -> None:
             try:
+                if self._ended:
+                    raise RuntimeError(self._why_ended())
                 future.set_result(function(self._scheduler))
             except Exception as error:
                 future.set_exception(error)
 
-        self._inbox.put(run)
+        self._send(run)
         return future
+
+    def _send(self, message: Callable[[], None] | None) -> None:
+        """A message for the engine's thread; None: stop. Once that has ended, messages see `_ended` and act on it."""
+        with self._ending:
+            if not self._ended:
+                self._inbox.put(message)
+                return
+        if message is not None:
+            message()
+
+    def _why_ended(self) -> str:
+        return "the engine was stopped" if self.failure is None else f"the engine stopped: {self.failure}"
 
     # The engine's thread
 
     def _run(self) -> None:
         try:
-            stepped = True
-            while self._take_messages(wait=not stepped):
-                try:
-                    stepped = self._step()
-                    self._stats.log_if_due(time.monotonic())
-                except RankFailure as failure:
-                    self._recover(failure)
-                    stepped = True
+            self._loop()
         except BaseException as error:
             logger.exception("engine stopped")
             self.failure = error
-            self._fail_everything(error)
+        finally:
+            self._end()
+
+    def _loop(self) -> None:
+        stepped = True
+        while self._take_messages(wait=not stepped):
+            try:
+                stepped = self._step()
+                self._stats.log_if_due(time.monotonic())
+            except RankFailure as failure:
+                self._recover(failure)
+                stepped = True
 
     def _take_messages(self, wait: bool) -> bool:
         """Run what was sent; `wait`: for the first message, or until the scheduler may go on. False: stop."""
@@ -180,19 +205,26 @@ class Engine:
         return pixels, items
 
     def _add(self, live: _Live) -> None:
-        request_id = live.request.request_id
+        if self._ended:
+            self._refuse(live, self._why_ended(), 503)
+            return
         self._stats.record_arrival(live.request)
         try:
             self._scheduler.add_request(live.request)
         except RequestError as error:
-            self._stats.record_end(live.timeline)
-            live.on_output(
-                EngineOutput(request_id=request_id, finish_reason="error", error=str(error), error_status=error.status)
-            )
+            self._refuse(live, str(error), error.status)
             return
-        self._live[request_id] = live
+        self._live[live.request.request_id] = live
+
+    def _refuse(self, live: _Live, error: str, status: int) -> None:
+        """The request ends here with an error."""
+        self._stats.record_end(live.timeline)
+        request_id = live.request.request_id
+        live.on_output(EngineOutput(request_id=request_id, finish_reason="error", error=error, error_status=status))
 
     def _abort(self, request_id: str) -> None:
+        if self._ended:
+            return
         live = self._live.pop(request_id, None)
         if live is not None:
             self._scheduler.abort_request(request_id)
@@ -213,14 +245,32 @@ class Engine:
         """Start the gang anew and compute again what was lost with it."""
         begin = time.monotonic()
         logger.error("%s; restarting the gang, %d requests will be recomputed", failure, len(self._live))
-        self._gang.restart()
+        for attempt in range(1, RESTART_ATTEMPTS + 1):
+            try:
+                self._gang.restart()
+                break
+            except RankFailure as again:
+                logger.error("%s while the gang was restarted (attempt %d of %d)", again, attempt, RESTART_ATTEMPTS)
+                if attempt == RESTART_ATTEMPTS:
+                    raise
         self._scheduler.recover()
         logger.info("gang restarted in %.1f s", time.monotonic() - begin)
 
-    def _fail_everything(self, error: BaseException) -> None:
+    def _end(self) -> None:
+        """Nothing is computed any more: whoever waits for something hears of it, and who comes later too."""
+        with self._ending:
+            self._ended = True
         for request_id, live in list(self._live.items()):
-            self._stats.record_end(live.timeline)
-            live.on_output(
-                EngineOutput(request_id=request_id, finish_reason="error", error=f"the engine stopped: {error}")
-            )
+            with suppress(Exception):  # what ended the loop may be the scheduler's own contradiction
+                self._scheduler.abort_request(request_id)
+            self._refuse(live, self._why_ended(), 503)
         self._live.clear()
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            if message is not None:
+                message()
+        with suppress(Exception):
+            self._stats.record_idle(self._scheduler)

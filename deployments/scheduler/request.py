@@ -72,6 +72,9 @@ class Request:
         self.num_blocks_sent = 0
         """Of `token_ids` and `block_ids`; meaningful while the ranks know it."""
 
+        self.failed_steps = 0
+        """In which it was scheduled and that the gang failed to compute, since its last token."""
+
         # Over the request's whole life: nothing of it is counted or told twice.
         self.block_hashes: list[bytes] = []
         """Prefix hashes of its full blocks, extended as tokens arrive."""

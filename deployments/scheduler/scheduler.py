@@ -15,6 +15,8 @@ from deployments.scheduler.request import Request, RequestError, RequestStatus
 from deployments.scheduler.request_queue import RequestQueue
 from deployments.scheduler.step_plan import StepPlan
 
+MAX_FAILED_STEPS = 3
+"""A request with which the gang failed so often in a row is given up: everyone else would wait for ever."""
 MAX_OVERTAKEN = 32
 """Waiting requests that others may pass in one step while they wait for the encoder cache."""
 
@@ -190,8 +192,13 @@ class Scheduler:
     def recover(self) -> None:
         """The gang was restarted with empty caches: compute every running request again from its tokens so far.
 
-        The step in flight is lost. Metrics count nothing twice.
+        The step in flight is lost: it may be one of its requests that made the gang fail. Metrics count nothing twice.
         """
+        for request, _ in self._in_flight.scheduled if self._in_flight else ():
+            request.failed_steps += 1
+            if request.failed_steps >= MAX_FAILED_STEPS and self.abort_request(request.request_id):
+                error = f"the engine failed {MAX_FAILED_STEPS} times while it computed this request"
+                self._outputs.append(EngineOutput(request_id=request.request_id, finish_reason="error", error=error))
         for request in reversed(self.running):
             request.forget_computation()
             self.waiting.put_back(request)
@@ -255,7 +262,7 @@ class Scheduler:
         """Remaining chunks of running requests, then waiting requests."""
         plan.phase = "prefill"
         for request in self._running_oldest_first():
-            if not request.is_prefilling:
+            if not request.is_prefilling or plan.excludes(request):
                 continue
             start = request.num_computed_tokens
             num_tokens = min(request.prefill_end - start, plan.token_budget)
@@ -279,7 +286,7 @@ class Scheduler:
         reserved = sum(self._blocks_ahead(request) for request in self.running) if free_seqs and self.waiting else 0
         overtaken = 0
         for request in list(islice(self.waiting, free_seqs + MAX_OVERTAKEN)):
-            if not free_seqs or not plan.token_budget or overtaken > MAX_OVERTAKEN:
+            if not free_seqs or not plan.token_budget or overtaken > MAX_OVERTAKEN or plan.excludes(request):
                 break
             prefix = self.kv.find_prefix(request)
             start = len(prefix) * self.kv.block_size
@@ -352,6 +359,7 @@ class Scheduler:
     def _take_token(self, request: Request, token: TokenLogprobs) -> EngineOutput:
         """Append a sampled token; the request is released when its output ends."""
         finish = request.append(token.token_id)
+        request.failed_steps = 0
         emitted = finish is None or finish.token_emitted
         num_cached_tokens = 0 if request.cached_tokens_told else request.num_cached_tokens
         self._generation_tokens += 1

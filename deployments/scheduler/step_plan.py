@@ -22,6 +22,10 @@ class StepPlan:
         """A request was preempted: none is admitted in this step."""
         self._max_embeddings = self._embedding_budget = settings.max_encoder_embeddings_per_step
 
+    def excludes(self, request: Request) -> bool:
+        """Whether the request may not join: after two failed steps it is computed alone, to see if it is the reason."""
+        return any(max(request.failed_steps, other.failed_steps) > 1 for other, _ in self.scheduled[:1])
+
     def may_encode(self, num_embeddings: int) -> bool:
         """Whether the compute budget allows it. An image above the whole budget goes alone."""
         return num_embeddings <= self._embedding_budget or not self.encoder_inputs

@@ -318,6 +318,13 @@ def test_trace_context_is_passed_on(served: Served):
     header = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     served.http.post("/v1/chat/completions", json={"messages": HELLO}, headers={"traceparent": header})
     assert served.engine.requests[0].trace_context == {"traceparent": header}
+    state = ",".join(f"vendor{index}=value" for index in range(50))
+    served.http.post(
+        "/v1/chat/completions", json={"messages": HELLO}, headers={"traceparent": header, "tracestate": state}
+    )
+    passed_on = served.engine.requests[1].trace_context["tracestate"]
+    assert 480 < len(passed_on) <= 512
+    assert state.startswith(passed_on + ",")  # whole members only
 
 
 @pytest.mark.parametrize("stream", [False, True])

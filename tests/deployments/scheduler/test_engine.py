@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from actors.messages import EngineOutput, EngineRequest, RankOutput, SchedulerOutput
+from actors.messages import EngineOutput, EngineRequest, RankOutput, SamplingParams, SchedulerOutput
+from actors.step_channel import RankFailure
 from deployments.scheduler.engine import Engine
-from deployments.scheduler.scheduler import Scheduler
+from deployments.scheduler.scheduler import MAX_FAILED_STEPS, Scheduler
 from deployments.scheduler.stats import EngineStats
 from tests.deployments.scheduler.simulation import FakeRank, make_config, make_request, text
 
@@ -20,12 +21,29 @@ CONFIG = make_config(encoder_cache__min_hold_time_ms=HOLD_S * 1000)
 class FakeGang:
     def __init__(self) -> None:
         self.rank = FakeRank(CONFIG)
+        self.restarts: list[RankFailure | None] = []
+        """What the restarts to come raise; none are to come: nothing."""
+        self.num_restarts = 0
+        self.fails_with: str | None = None
+        """A request in whose steps a rank fails."""
+        self.bug: Exception | None = None
 
     def step(self, output: SchedulerOutput, pixels: dict[str, Any], items: list[tuple[str, int]]) -> RankOutput:
+        if self.bug is not None:
+            raise self.bug
+        if self.fails_with in output.num_scheduled_tokens:
+            raise RankFailure(0, "raised")
         return RankOutput(step_id=output.step_id, rank=0, sampled=self.rank.run(output))
 
     def check(self) -> None: ...
-    def restart(self) -> None: ...
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+        self.rank = FakeRank(CONFIG)
+        failure = self.restarts.pop(0) if self.restarts else None
+        if failure is not None:
+            raise failure
+
     def shutdown(self) -> None: ...
 
 
@@ -40,8 +58,10 @@ class NoStats:
 class Running:
     def __init__(self) -> None:
         self.scheduler = Scheduler(CONFIG)
-        self.engine = Engine(self.scheduler, FakeGang(), cast(EngineStats, NoStats()), check_invariants=True)
+        self.gang = FakeGang()
+        self.engine = Engine(self.scheduler, self.gang, cast(EngineStats, NoStats()), check_invariants=True)
         self.finished: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.ends: dict[str, EngineOutput] = {}
         self.engine.start()
 
     def submit(self, request: EngineRequest) -> None:
@@ -49,7 +69,13 @@ class Running:
 
     def _take(self, output: EngineOutput) -> None:
         if output.finish_reason is not None:
+            self.ends[output.request_id] = output
             self.finished.put(output.request_id)
+
+    def end_of(self, request_id: str) -> EngineOutput:
+        """The last output of the request that ends next."""
+        assert self.finished.get(timeout=5) == request_id
+        return self.ends[request_id]
 
 
 @pytest.fixture
@@ -82,3 +108,76 @@ def test_an_arrival_does_not_wait_for_the_hold_window_of_another(running: Runnin
     running.submit(make_request("text", *text(3), max_tokens=1))
     assert running.finished.get(timeout=5) == "text"
     assert running.finished.get(timeout=5) == "second"
+
+
+def test_a_request_that_fails_its_steps_is_given_up_and_the_others_are_served(running: Running):
+    running.gang.fails_with = "bad"
+    running.submit(make_request("bad", *text(9)))
+    for index in range(3):  # the first two are computed in the bad one's step
+        running.submit(make_request(f"good{index}", *text(3, first=index), max_tokens=1))
+    for _ in range(4):
+        running.finished.get(timeout=5)
+    bad = running.ends.pop("bad")
+    assert (bad.finish_reason, bad.error_status) == ("error", 500)
+    assert {end.finish_reason for end in running.ends.values()} <= {"stop", "length"}
+    assert running.gang.num_restarts == MAX_FAILED_STEPS
+    assert not running.scheduler.requests
+
+
+def test_a_request_that_goes_on_between_failures_is_not_given_up(running: Running):
+    calls = 0
+
+    def step(output: SchedulerOutput, pixels: dict[str, Any], items: list[tuple[str, int]]) -> RankOutput:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            raise RankFailure(0, "died")
+        return FakeGang.step(running.gang, output, pixels, items)
+
+    running.gang.step = step  # type: ignore[method-assign]
+    sampling = SamplingParams(max_tokens=3 * MAX_FAILED_STEPS)
+    running.submit(make_request("r", *text(3), sampling=sampling))
+    assert running.end_of("r").finish_reason == "length"
+    assert running.gang.num_restarts > MAX_FAILED_STEPS
+
+
+def test_a_restart_that_fails_is_tried_again(running: Running):
+    failures = iter([RankFailure(0, "died")])
+    step = running.gang.step
+
+    def fails_once(*arguments: Any) -> RankOutput:
+        for failure in failures:
+            raise failure
+        return step(*arguments)
+
+    running.gang.step = fails_once  # type: ignore[method-assign]
+    running.gang.restarts = [RankFailure(-1, "died during the start")] * 2
+    running.submit(make_request("r", *text(3)))
+    assert running.end_of("r").finish_reason in ("stop", "length")
+    assert running.gang.num_restarts == 3
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_an_engine_that_has_ended_says_so_to_whoever_waits_or_comes(stopped: bool):
+    running = Running()
+    running.submit(with_image("first", "a"))
+    assert running.end_of("first").finish_reason == "length"
+    running.submit(with_image("waits", "b"))  # for the end of the first one's hold window
+    if stopped:
+        running.engine.stop()
+    else:
+        running.gang.bug = ValueError("a bug")
+        running.submit(make_request("meets it", *text(3)))
+    waits = running.end_of("waits")
+    assert (waits.finish_reason, waits.error_status) == ("error", 503)
+    assert stopped or running.end_of("meets it").error_status == 503
+    deadline = time.monotonic() + 5
+    while running.engine.healthy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    running.submit(make_request("comes", *text(3)))
+    comes = running.end_of("comes")
+    assert (comes.finish_reason, comes.error_status) == ("error", 503)
+    with pytest.raises(RuntimeError, match="the engine"):
+        running.engine.call(lambda scheduler: scheduler.reset_prefix_cache()).result(5)
+    running.engine.abort("comes")
+    assert not running.scheduler.requests

@@ -1,0 +1,62 @@
+"""What the Renderer makes of a Scheduler replica that is lost or not well."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from deployments.renderer.deployment import ServeEngineClient
+from deployments.renderer.engine_client import EngineUnavailableError
+from tests.deployments.scheduler.simulation import make_request
+
+
+class Handle:
+    """A deployment handle whose every call raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.cancelled = False
+        self.generate = self.ready = self
+
+    def options(self, **_: Any) -> "Handle":
+        return self
+
+    def remote(self, *_: Any) -> "Handle":
+        return self
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __await__(self) -> Any:
+        raise self.error
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        raise self.error
+        yield
+
+
+def ask(handle: Handle) -> None:
+    async def read() -> None:
+        async for _ in ServeEngineClient(handle).generate(make_request("r", 1)):
+            pass
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), ActorUnavailableError("restarting", None)])
+def test_a_lost_replica_is_an_engine_that_is_unavailable(error: Exception) -> None:
+    handle = Handle(error)
+    with pytest.raises(EngineUnavailableError, match="may be sent again"):
+        ask(handle)
+    assert handle.cancelled
+
+
+def test_a_bug_of_the_replica_stays_one() -> None:
+    with pytest.raises(KeyError):
+        ask(Handle(KeyError("x")))
+
+
+def test_an_engine_that_stopped_is_not_healthy() -> None:
+    assert not asyncio.run(ServeEngineClient(Handle(RuntimeError("the engine stopped"))).health())
