@@ -265,7 +265,7 @@ def test_the_reference_deployment_fits_a_logical_core(trn2: EnginePlan) -> None:
     assert memory.hbm == 24 * GIB
     assert (trn2.device, trn2.dtype) == ("neuron", "bfloat16")
     assert (
-        memory.weights == 5_371_004_200
+        memory.weights == 5_371_004_208
     )  # 5.002 GiB: 1.109 for the whole vision tower, the rest a sixteenth but for k, v and norms
     assert memory.encoder_cache == 4096 * 64 * 1280 * 2
     assert memory.kv_block == 16 * 64 * 2 * 128 * 2  # tokens, layers, k and v, one head of 128, bf16
