@@ -8,7 +8,10 @@ import pytest
 from tests.support.application import Application, free_port
 from tests.support.otlp_receiver import Receiver, receiving
 
-DEBUG = {"debug": {"rank_digest": True, "check_invariants": True}, "server": {"development_mode": True}}
+DEBUG = {
+    "debug": {"rank_digest": True, "check_invariants": True, "fail_on_new_shape": True},
+    "server": {"development_mode": True},
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
