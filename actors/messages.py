@@ -66,6 +66,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     trace_context: dict[str, str] = msgspec.field(default_factory=dict)
     """W3C trace context headers."""
+    reader: tuple[str, str] | None = None
+    """Name and namespace of the Ray actor that reads its outputs: when that dies, the request is dropped."""
     mm_cache_queries: int = 0
     """Processor cache lookups made for it, in items; the Renderer exports them, the engine only logs them."""
     mm_cache_hits: int = 0

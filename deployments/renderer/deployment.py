@@ -1,9 +1,12 @@
 """The Renderer deployment: the HTTP ingress. A thin shell over `serving.Renderer` and its FastAPI routes."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
+
+import msgspec
 
 from actors.messages import EngineOutput, EngineRequest
 from configs.engine import EngineConfig
@@ -15,17 +18,22 @@ from telemetry.recorder import ENGINE, create_recorder, replica_tags
 
 logger = logging.getLogger("trn_vision_serve")
 
+HEALTH_TIMEOUT_S = 2.0
+"""Without a replica of the Scheduler a call waits for one; who asks for /health wants an answer."""
+
 
 class ServeEngineClient:
     """EngineClient over the Scheduler deployment's handle."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, reader: tuple[str, str] | None = None) -> None:
+        """`reader`: name and namespace of this process's actor."""
         # Pixels travel as object references inside the request, so requests go by actor call, not by Serve's gRPC.
         self._handle = handle.options(_by_reference=True)
         self._stream = handle.options(stream=True, _by_reference=True)
+        self._reader = reader
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        response = self._stream.generate.remote(request)
+        response = self._stream.generate.remote(msgspec.structs.replace(request, reader=self._reader))
         try:
             async for output in response:
                 yield output
@@ -42,11 +50,17 @@ class ServeEngineClient:
     async def reset_encoder_cache(self) -> None:
         await self._handle.reset_encoder_cache.remote()
 
+    async def ready(self) -> None:
+        """Waits for a replica, however long that takes. Raises what the engine stopped with."""
+        await self._handle.ready.remote()
+
     async def health(self) -> bool:
         try:
-            return bool(await self._handle.ready.remote())
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self.ready()
+            return True
         except Exception as error:
-            logger.warning("the engine is not ready: %s", error)
+            logger.warning("the engine is not ready: %r", error)
             return False
 
 
@@ -71,12 +85,14 @@ class RendererDeployment:
         configure()
         spans.configure("renderer", config.telemetry.spans_file)
         checkpoint = load_checkpoint(config, hide_torch=True)
-        engine = ServeEngineClient(scheduler)
+        context = ray.get_runtime_context()
+        name = context.get_actor_name()
+        assert name is not None, "Serve names its replicas"
+        engine = ServeEngineClient(scheduler, (name, context.namespace))
         recorder = create_recorder(config.model, ENGINE, replica_tags())
         self._renderer = Renderer(config, checkpoint, engine, recorder, store=ray.put)
         self._api = build_api(self._renderer, config, prometheus.render)
-        if not await engine.health():
-            raise RuntimeError("the engine is not ready")
+        await engine.ready()
         threading.Thread(target=announce, args=(config.model.name,), name="announce", daemon=True).start()
 
     def __serve_build_asgi_app__(self) -> Any:

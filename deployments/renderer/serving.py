@@ -226,9 +226,13 @@ class Renderer:
         scope: RequestScope,
     ) -> Response | AsyncGenerator[bytes, None]:
         n = body.n or 1
-        if len(prompts) * n > MAX_CHOICES:
+        # Choices come to the engine all at once: more than may wait there would find its queue full every time.
+        waiting = self._config.scheduler.max_waiting_requests
+        if len(prompts) * n > min(MAX_CHOICES, waiting):
+            setting = " (scheduler.max_waiting_requests)" if waiting < MAX_CHOICES else ""
+            limit = f"{min(MAX_CHOICES, waiting)} choices{setting}"
             raise APIError(
-                f"n = {n} for {len(prompts)} prompts: at most {MAX_CHOICES} choices are accepted in one request",
+                f"n = {n} for {len(prompts)} prompts: at most {limit} are accepted in one request",
                 param="n",
                 code="invalid_value",
             )

@@ -20,8 +20,8 @@ class SchedulerDeployment:
     def __init__(self, config: EngineConfig) -> None:
         import ray
 
-        from actors.rank_group import RankGroup
         from deployments.scheduler.engine import Engine
+        from deployments.scheduler.readers import CheckedGang, Readers
         from deployments.scheduler.scheduler import Scheduler
         from deployments.scheduler.stats import EngineStats
 
@@ -34,7 +34,7 @@ class SchedulerDeployment:
         for line in plan.memory.table():
             logger.info("%s", line)
         tags = replica_tags()
-        group = RankGroup(
+        group = CheckedGang(
             plan, StartReport(), ENGINE, placement_group=ray.util.get_current_placement_group(), ray_tags=tags
         )
         group.start()
@@ -43,11 +43,13 @@ class SchedulerDeployment:
         stats.record_start(time.monotonic() - begin, figures.load_seconds, figures.load_bytes, figures.compile_seconds)
         self._engine = Engine(Scheduler(config), group, stats, config.debug.check_invariants)
         self._engine.start()
+        self._readers = Readers(self._engine.drop)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Stream a request's tokens as they are sampled; a consumer that goes away aborts it."""
-        async for output in self._engine.stream(request):
-            yield output
+        """Stream a request's tokens as they are sampled; a consumer that goes away, or dies, aborts it."""
+        with self._readers.reading(request):
+            async for output in self._engine.stream(request):
+                yield output
 
     async def reset_prefix_cache(self) -> None:
         """Forget every KV block that no running request holds."""

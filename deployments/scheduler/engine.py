@@ -109,6 +109,17 @@ class Engine:
         """Forget a request; nothing happens when it has finished already."""
         self._send(lambda: self._abort(request_id))
 
+    def drop(self, request_id: str) -> None:
+        """As `abort`, but its stream ends too, with the reason "abort"."""
+
+        def drop() -> None:
+            live = self._live.get(request_id)
+            if live is not None:
+                self._abort(request_id)
+                live.on_output(EngineOutput(request_id=request_id, finish_reason="abort"))
+
+        self._send(drop)
+
     def call(self, function: Callable[[Scheduler], Any]) -> "Future[Any]":
         """Run `function` on the scheduler between two steps."""
         future: Future[Any] = Future()

@@ -3,8 +3,13 @@
 import os
 import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
+import httpx
 import numpy as np
+import openai
 import psutil
 
 from configs import digits
@@ -13,10 +18,22 @@ from tests.support.application import Application
 MODEL = "digits-vl"
 
 
-def ranks(application: Application) -> list[psutil.Process]:
-    """The living rank processes of this application."""
+def processes(application: Application, name: str) -> list[psutil.Process]:
+    """The living processes of this application that Ray calls so."""
     serve = psutil.Process(application.pid)
-    return [child for child in serve.children(recursive=True) if "RankActor" in " ".join(child.cmdline())]
+    return [child for child in serve.children(recursive=True) if name in " ".join(child.cmdline())]
+
+
+def ranks(application: Application) -> list[psutil.Process]:
+    return processes(application, "RankActor")
+
+
+def images_of(seed: int) -> list[dict]:
+    """A message with an image of its own."""
+    rng = np.random.default_rng(seed)
+    picture = digits.strip(digits.scans_of([2, 7], rng), (128, 64), rng)
+    image = {"type": "image_url", "image_url": {"url": digits.data_url(picture)}}
+    return [{"role": "user", "content": [image, {"type": "text", "text": "Read the digits."}]}]
 
 
 def test_the_start_is_reported_stage_by_stage(one_rank: Application) -> None:
@@ -32,10 +49,7 @@ def test_the_start_is_reported_stage_by_stage(one_rank: Application) -> None:
 
 def test_a_killed_rank_loses_nothing(one_rank: Application) -> None:
     """The stream pauses while the gang starts anew, and ends as an undisturbed one does."""
-    rng = np.random.default_rng(4)
-    picture = digits.strip(digits.scans_of([2, 7], rng), (128, 64), rng)
-    image = {"type": "image_url", "image_url": {"url": digits.data_url(picture)}}
-    messages = [{"role": "user", "content": [image, {"type": "text", "text": "Read the digits."}]}]
+    messages = images_of(4)
 
     def stream():
         return one_rank.client.chat.completions.create(
@@ -60,3 +74,37 @@ def test_a_killed_rank_loses_nothing(one_rank: Application) -> None:
     states = ("active", "free", "held")
     total = sum(values[f"vllm_neuron:device_encoder_cache_{state}_blocks"] for state in states)
     assert total == one_rank.args["encoder_cache"]["num_blocks"] - 1
+
+
+def test_a_killed_renderer_leaves_nothing_behind(one_rank: Application) -> None:
+    """Its requests are dropped, also those whose pixels went with it; the ranks and the next request go on."""
+
+    def ask(seed: int) -> None:
+        one_rank.client.chat.completions.create(
+            model=MODEL, messages=images_of(seed), max_tokens=2000, extra_body={"ignore_eos": True}
+        )
+
+    def load() -> tuple[float, float]:
+        values = one_rank.metrics()
+        return values["vllm:num_requests_running"], values["vllm:num_requests_waiting"]
+
+    def settles(wanted: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            with suppress(httpx.HTTPError):  # while there is no Renderer
+                if wanted():
+                    return
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    before = [process.pid for process in ranks(one_rank)]
+    with ThreadPoolExecutor(24) as pool:
+        asked = [pool.submit(ask, seed) for seed in range(100, 124)]
+        settles(lambda: load()[1] > 0)
+        (renderer,) = processes(one_rank, "ServeReplica:trn-vision-serve:Renderer")
+        renderer.kill()
+        assert all(isinstance(each.exception(), openai.APIError) for each in asked)
+    settles(lambda: load() == (0, 0))
+    answer = one_rank.client.chat.completions.create(model=MODEL, messages=images_of(200), max_tokens=4)
+    assert answer.choices[0].finish_reason is not None
+    assert [process.pid for process in ranks(one_rank)] == before

@@ -37,9 +37,9 @@ class Handle:
         yield
 
 
-def ask(handle: Handle) -> None:
+def ask(handle: Handle, reader: tuple[str, str] | None = None) -> None:
     async def read() -> None:
-        async for _ in ServeEngineClient(handle).generate(make_request("r", 1)):
+        async for _ in ServeEngineClient(handle, reader).generate(make_request("r", 1)):
             pass
 
     asyncio.run(read())
@@ -51,6 +51,30 @@ def test_a_lost_replica_is_an_engine_that_is_unavailable(error: Exception) -> No
     with pytest.raises(EngineUnavailableError, match="may be sent again"):
         ask(handle)
     assert handle.cancelled
+
+
+def test_health_does_not_wait_for_a_replica_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.renderer.deployment.HEALTH_TIMEOUT_S", 0.05)
+
+    class NoReplica(Handle):
+        def __await__(self) -> Any:
+            return asyncio.sleep(60).__await__()
+
+    assert not asyncio.run(asyncio.wait_for(ServeEngineClient(NoReplica(RuntimeError())).health(), 5))
+
+
+def test_requests_say_who_reads_them() -> None:
+    asked: list[Any] = []
+
+    class Remembers(Handle):
+        def remote(self, *arguments: Any) -> "Handle":
+            asked.extend(arguments)
+            return self
+
+    handle = Remembers(ActorDiedError())
+    with pytest.raises(EngineUnavailableError):
+        ask(handle, ("renderer", "serve"))
+    assert [request.reader for request in asked] == [("renderer", "serve")]
 
 
 def test_a_bug_of_the_replica_stays_one() -> None:

@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+from collections.abc import Callable
 
 import openai
 import pytest
@@ -199,6 +200,14 @@ def test_bodies_that_are_no_object_of_json(served: Served, body):
 def test_numbers_that_are_none(served: Served, value):
     body = f'{{"messages": [{{"role": "user", "content": "x"}}], "temperature": {value}}}'
     check_shape(post(served, "/v1/chat/completions", content=body), 400)
+
+
+def test_more_choices_than_may_wait_are_refused_for_good(serve: Callable[..., Served]):
+    served = serve(scheduler={"max_waiting_requests": 3})
+    for n, status in ((3, 200), (4, 400)):
+        response = post(served, "/v1/completions", json={"prompt": "x", "n": n})
+        assert response.status_code == status
+    assert "at most 3 choices (scheduler.max_waiting_requests)" in check_shape(response, 400)["message"]
 
 
 def test_body_over_the_limit(served: Served):
