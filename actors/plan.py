@@ -144,15 +144,24 @@ def _buckets(config: EngineConfig, device: str, max_image_patches: int) -> tuple
     set_buckets, block_size = config.buckets, config.kv_cache.block_size
     compiles = KINDS[device].compiles
     factor = 2 if compiles else 4
+    prefill_tokens = set_buckets.prefill_tokens or _ladder(
+        128 if compiles else 32, config.scheduler.max_num_batched_tokens, factor
+    )
     longest = _round_up(config.model.max_model_len, block_size)
+    longest = _round_up(max(longest, _padded_prefill(prefill_tokens, longest)), block_size)
     smallest_context = _round_up(1024 if compiles else 256, block_size)
     largest_image = _round_up(max_image_patches, _VISION_MULTIPLE)
     return (
-        set_buckets.prefill_tokens or _ladder(128 if compiles else 32, config.scheduler.max_num_batched_tokens, factor),
+        prefill_tokens,
         set_buckets.decode_seqs or _ladder(1, config.scheduler.max_num_seqs, factor),
         set_buckets.context_tokens or _ladder(smallest_context, longest, factor),
         set_buckets.vision_patches or _ladder(_VISION_MULTIPLE if compiles else 64, largest_image, factor),
     )
+
+
+def _padded_prefill(prefill_tokens: tuple[int, ...], context: int) -> int:
+    """Tokens, padding included, of the largest prefill whose attention reads `context` tokens."""
+    return bucket(prefill_tokens, min(context, prefill_tokens[-1]))
 
 
 def _largest_image(processor: Path) -> int:
@@ -199,6 +208,13 @@ def _check(plan: EnginePlan) -> None:
         raise ConfigError(
             f"buckets.vision_patches = {list(plan.vision_patches)}: expected multiples of {_VISION_MULTIPLE} with "
             f"parallel.device = {plan.device!r}"
+        )
+    padded = _padded_prefill(plan.prefill_tokens, plan.context_tokens[-1])
+    if plan.context_tokens[-1] < padded:
+        raise ConfigError(
+            f"buckets.context_tokens = {list(plan.context_tokens)}: a prefill of {plan.context_tokens[-1]} tokens is "
+            f"padded to {padded} (buckets.prefill_tokens = {list(plan.prefill_tokens)}): expected a largest of at "
+            "least that"
         )
     if plan.context_tokens[-1] < config.model.max_model_len:
         raise ConfigError(

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.plan import bucket, make_plan
 from configs.engine import ConfigError, EngineConfig, load_config, parse_config
@@ -80,13 +82,31 @@ def test_a_chosen_neuron_core_count_makes_auto_neuron() -> None:
         ({"vision_patches": [64]}, "buckets.vision_patches"),
         ({"context_tokens": [256]}, "buckets.context_tokens"),
         ({"context_tokens": [100, 8200]}, "multiples of kv_cache.block_size"),
+        ({"prefill_tokens": [1024], "context_tokens": [1008]}, "is padded to 1024"),
         ({"vision_patches": [64, 1664]}, r"buckets.vision_patches = \[64, 1664\]: expected multiples of 128 with"),
     ],
 )
 def test_a_bucket_that_cannot_work_is_refused(buckets: dict, says: str) -> None:
     device = "neuron" if "multiples of 128" in says else "cpu"
+    model = {"max_model_len": 1000} if "padded" in says else {}
     with pytest.raises(ConfigError, match=says):
-        make_plan(parse_config({"buckets": buckets, "parallel": {"device": device}}))
+        make_plan(parse_config({"buckets": buckets, "parallel": {"device": device}, "model": model}))
+
+
+@given(length=st.integers(32, 5000), budget=st.integers(16, 3000), device=st.sampled_from(["cpu", "neuron"]))
+@settings(max_examples=60, deadline=None)
+def test_every_prefill_that_may_come_has_a_graph(length: int, budget: int, device: str) -> None:
+    """Of the tokens that fit a step, padded, with as much context: whatever the limits, they meet in a bucket."""
+    tree = {
+        "model": {"max_model_len": length},
+        "scheduler": {"max_num_batched_tokens": budget},
+        "parallel": {"device": device, "world_size": 1},
+    }
+    plan = make_plan(parse_config(tree))
+    for tokens in {1, 16, 17, length // 2, length - 1, length, budget // 2, budget, plan.context_tokens[-1]}:
+        if 1 <= tokens <= min(budget, plan.context_tokens[-1]):
+            padded = bucket(plan.prefill_tokens, tokens)
+            assert f"prefill/{padded}x{bucket(plan.context_tokens, padded)}" in plan.bucket_names()
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
