@@ -19,14 +19,14 @@ def start(folder: Path) -> subprocess.Popen[str]:
     command += ["--save-every=2", "--eval-every=3", "--final-samples=6"]
     command += [f"--build={folder / 'build'}", f"--out={folder / 'out'}"]
     return subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
 
 
 def test_it_resumes_and_exports(tmp_path: Path) -> None:
     process = start(tmp_path)
-    assert process.stderr is not None
-    for line in process.stderr:
+    assert process.stdout is not None
+    for line in process.stdout:
         if "look 6" in line:
             break
     os.killpg(process.pid, signal.SIGKILL)
@@ -34,7 +34,7 @@ def test_it_resumes_and_exports(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
     process = start(tmp_path)
-    _, log = process.communicate(timeout=300)
+    log, _ = process.communicate(timeout=300)
     assert process.returncode == 0, log
     assert "look 3 (" not in log  # that step was not made again
     assert "look 9 (" in log
