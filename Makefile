@@ -33,6 +33,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@touch $@
 
 serve: $(VENV)/.installed
+	@$(BIN)/python -m configs.check $(CONFIG)
 	@if [ -t 1 ]; then export TRN_VISION_SERVE_PROGRESS=bar; fi; \
 	$(SERVE_ENV) exec $(BIN)/serve run $(CONFIG)
 

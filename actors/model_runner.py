@@ -105,6 +105,7 @@ class ModelRunner:
         self._inputs = StepInputs(plan, self.encoder_cache, self._embeddings)
         self._requests: dict[str, RankRequest] = {}
         self._metrics = RankMetrics(recorder, self._rank)
+        self._metrics.expect(plan.bucket_names())
         self._sampler = TokenSampler(plan, self.device, self._graphs, self._metrics)
         self._warmed = False
         self._stages = Stages(reports=self._rank == 0)

@@ -1,5 +1,7 @@
 """RankMetrics: what one rank exports. Gauges come from every rank, and are summed; counters from rank 0 alone."""
 
+from collections.abc import Sequence
+
 from actors.messages import EncoderCacheOccupancy
 from actors.plan import bucket_size
 from telemetry import metrics
@@ -24,6 +26,12 @@ class RankMetrics:
         if self._reports:
             for counter in _COUNTERS:
                 recorder.add(counter, 0)
+
+    def expect(self, bucket_names: Sequence[str]) -> None:
+        """The graphs that there are: each has been compiled after the warm-up 0 times."""
+        if self._reports:
+            for name in bucket_names:
+                self._recorder.add(metrics.NEW_SHAPES, 0, bucket_name=name)
 
     def count(self, metric: metrics.Metric, amount: int) -> None:
         self.counters[metric.name] = self.counters.get(metric.name, 0) + amount

@@ -216,7 +216,10 @@ class EngineConfig(Settings):
 
 def load_config(path: str | Path) -> EngineConfig:
     """The settings in a Serve config file: the `args` of its first application. Raises ConfigError."""
-    tree = yaml.safe_load(Path(path).read_text())
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
     try:
         args = tree["applications"][0].get("args", {})
     except (TypeError, KeyError, IndexError):

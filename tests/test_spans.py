@@ -73,6 +73,8 @@ def test_a_request_is_one_trace(recorded: Spans) -> None:
     assert first["parent_id"] is None
     assert (second["trace_id"], second["parent_id"]) == (CLIENT_TRACE, CLIENT_SPAN)
     assert bad["status"] == "ERROR"
+    assert bad["attributes"]["http.response.status_code"] == 400
+    assert bad["attributes"]["error.type"]
     by_parent = children(recorded)
     names = [span["name"] for span in by_parent[first["span_id"]] if span["name"] != "step"]
     assert names[:2] == ["render: chat_template", "render: tokenize"]

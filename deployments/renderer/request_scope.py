@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.renderer.errors import APIError
 from deployments.renderer.generation import Delta, close
 from deployments.renderer.protocol import ChatCompletionRequest, CompletionRequest
 from telemetry import spans
@@ -57,6 +58,7 @@ class RequestScope:
         if isinstance(error, asyncio.CancelledError):
             self.span.set({_FINISH_REASONS: ["abort"]})
         else:
+            self.span.set(_failure(error))
             self.span.fail(str(error) or repr(error))
         self.span.end()
 
@@ -81,6 +83,7 @@ async def _follow(
             yield delta
     except Exception as error:
         unfinished = "error"
+        span.set(_failure(error))
         span.fail(str(error) or repr(error))
         raise
     finally:
@@ -93,6 +96,13 @@ async def _follow(
         )
         span.end()
         await close(deltas)
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """What went wrong, by OpenTelemetry's names."""
+    if isinstance(error, APIError):
+        return {"error.type": error.code or type(error).__name__, "http.response.status_code": error.status}
+    return {"error.type": type(error).__name__, "http.response.status_code": 500}
 
 
 def _asked(body: Body) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.plan import bucket, make_plan
+from configs import check
 from configs.engine import ConfigError, EngineConfig, load_config, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,3 +119,23 @@ def test_a_bucket_is_the_smallest_that_holds() -> None:
     assert [bucket((4, 8), needed) for needed in (1, 4, 5, 8)] == [4, 4, 8, 8]
     with pytest.raises(ValueError, match="9 exceeds"):
         bucket((4, 8), 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("applications: [{args: {encoder_cache: {num_bloks: 3}, telemetri: {}}}]", "(?s)num_bloks = 3.*telemetri"),
+        ("applications: [", "while parsing"),
+        (None, "No such file"),
+    ],
+)
+def test_a_wrong_file_ends_the_check_with_everything_that_is_wrong(tmp_path: Path, text: str | None, says: str) -> None:
+    file = tmp_path / "wrong.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit, match=says):
+        check.main([str(file)])
+
+
+def test_the_check_of_a_right_file_says_nothing() -> None:
+    check.main([str(ROOT / "serve_config.yaml")])
