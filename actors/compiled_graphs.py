@@ -89,6 +89,7 @@ def graphs_digest(plan: EnginePlan) -> str:
         "encoder_cache": [config.encoder_cache.num_blocks, config.encoder_cache.block_size],
         "max_num_seqs": config.scheduler.max_num_seqs,
         "num_logit_changes": plan.num_logit_changes,
+        # A dataclass in every family; the protocol that the plan knows it by cannot say so.
         "model": asdict(plan.memory.model),  # type: ignore[call-overload]
         "packages": {name: _version(name) for name in _PACKAGES},
         "variables": {name: os.environ.get(name) for name in _VARIABLES},

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from neuron.sample_graph import GRAPHS, empty_changes, empty_inputs, prepare
 from neuron.sampler import SamplingRow, sample, uniform
-from tests.neuron.test_sampler import VOCAB, make_logits, make_row, mixed_rows, reference_probabilities
+from tests.neuron.test_sampler import (
+    SAMPLING_PARAMS,
+    TOKENS,
+    VOCAB,
+    make_logits,
+    make_row,
+    mixed_rows,
+    reference_probabilities,
+)
 
 
 def draw(logits: torch.Tensor, rows: list[SamplingRow], size: int | None = None) -> list[int]:
@@ -31,20 +39,9 @@ def draw(logits: torch.Tensor, rows: list[SamplingRow], size: int | None = None)
 @given(
     st.integers(0, 2**32),
     st.integers(0, 10_000),
-    st.fixed_dictionaries(
-        {
-            "temperature": st.floats(0.05, 3),
-            "top_k": st.integers(0, VOCAB + 3),
-            "top_p": st.floats(0.01, 1),
-            "min_p": st.floats(0, 1),
-            "presence_penalty": st.floats(-2, 2),
-            "frequency_penalty": st.floats(-2, 2),
-            "repetition_penalty": st.floats(0.1, 3),
-            "min_tokens": st.integers(0, 8),
-        }
-    ),
-    st.lists(st.integers(0, VOCAB - 1), max_size=12),
-    st.lists(st.integers(0, VOCAB - 1), max_size=12),
+    SAMPLING_PARAMS,
+    TOKENS,
+    TOKENS,
 )
 def test_every_draw_is_the_inverse_of_the_reference_distribution(
     seed: int, position: int, params: dict[str, Any], prompt: list[int], output: list[int]

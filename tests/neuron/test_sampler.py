@@ -14,6 +14,19 @@ from actors.messages import SamplingParams
 from neuron.sampler import SamplerError, SamplingRow, sample, uniform
 
 VOCAB = 40
+SAMPLING_PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.floats(0.05, 3),
+        "top_k": st.integers(0, VOCAB + 3),
+        "top_p": st.floats(0.01, 1),
+        "min_p": st.floats(0, 1),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(0.1, 3),
+        "min_tokens": st.integers(0, 8),
+    }
+)
+TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 
 
 def make_row(position: int = 0, prompt: Any = (), output: Any = (), **params: Any) -> SamplingRow:
@@ -89,20 +102,9 @@ def test_draws_follow_the_filtered_distribution(name: str) -> None:
 @given(
     st.integers(0, 2**32),
     st.integers(0, 10_000),
-    st.fixed_dictionaries(
-        {
-            "temperature": st.floats(0.05, 3),
-            "top_k": st.integers(0, VOCAB + 3),
-            "top_p": st.floats(0.01, 1),
-            "min_p": st.floats(0, 1),
-            "presence_penalty": st.floats(-2, 2),
-            "frequency_penalty": st.floats(-2, 2),
-            "repetition_penalty": st.floats(0.1, 3),
-            "min_tokens": st.integers(0, 8),
-        }
-    ),
-    st.lists(st.integers(0, VOCAB - 1), max_size=12),
-    st.lists(st.integers(0, VOCAB - 1), max_size=12),
+    SAMPLING_PARAMS,
+    TOKENS,
+    TOKENS,
 )
 def test_every_draw_is_the_inverse_of_the_reference_distribution(
     seed: int, position: int, params: dict[str, Any], prompt: list[int], output: list[int]
