@@ -79,13 +79,18 @@ SYSTEM = ("You are a helpful assistant.", "Answer briefly.", "You read digits.")
 
 @dataclass
 class Turn:
-    """One question, with the images sent along, and its expected answer."""
+    """One question, with the images sent along, and its expected answer.
+
+    about: for each part of the answer (they are divided by commas), the number of the image that it speaks of, counted
+    from 0 over the whole conversation.
+    """
 
     task: str
     question: str
     answer: str
     scenes: list[digits.Scene] = field(default_factory=list)
     images_first: bool = True
+    about: Sequence[int] = ()
 
 
 @dataclass
@@ -124,7 +129,7 @@ class Dialogue:
         self.rng = rng
         self.new_scene = new_scene
         self.scenes: list[digits.Scene] = []
-        self.latest: list[digits.Scene] = []
+        self.latest: list[int] = []  # the latest message's images, as indices of `scenes`
         self.verb: str | None = None  # "read" or "count", while a short follow-up may repeat it
         self.turns: list[Turn] = []
 
@@ -132,31 +137,40 @@ class Dialogue:
         return options[int(self.rng.integers(len(options)))]
 
     def say(
-        self, task: str, question: str, answer: str, scenes: Sequence[digits.Scene] = (), verb: str | None = None
+        self,
+        task: str,
+        question: str,
+        answer: str,
+        scenes: Sequence[digits.Scene] = (),
+        verb: str | None = None,
+        about: Sequence[int] = (),
     ) -> None:
         self.verb = verb
-        self.turns.append(Turn(task, question, answer, list(scenes), self.rng.random() < 0.8))
+        self.turns.append(Turn(task, question, answer, list(scenes), self.rng.random() < 0.8, about))
 
-    def answer(self, verb: str, scenes: Sequence[digits.Scene]) -> str:
+    def answer(self, verb: str, about: Sequence[int]) -> str:
+        scenes = [self.scenes[i] for i in about]
         return ", ".join(s.text if verb == "read" else str(len(s.labels)) for s in scenes)
 
     def attach(self, number: int, again: bool = False) -> list[digits.Scene]:
         """Send `number` new images, or one of the earlier ones once more."""
-        self.latest = [self.pick(self.scenes)] if again else [self.new_scene() for _ in range(number)]
-        self.scenes += self.latest
-        return self.latest
+        attached = [self.pick(self.scenes)] if again else [self.new_scene() for _ in range(number)]
+        self.latest = list(range(len(self.scenes), len(self.scenes) + len(attached)))
+        self.scenes += attached
+        return attached
 
     def ask_plain(self, attached: Sequence[digits.Scene] = ()) -> None:
         """Read or count, without naming an image."""
         verb = "read" if self.rng.random() < 0.65 else "count"
-        single = len(self.latest) == 1 and len(self.latest[0].labels) == 1
+        single = len(self.latest) == 1 and len(self.scenes[-1].labels) == 1
         if verb == "count":
             task, question = "count", self.pick(ASK_COUNT)
         elif single and self.rng.random() < 0.8:
             task, question = "digit", self.pick(ASK_DIGIT)
         else:
             task, question = "read", self.pick(ASK_READ)
-        self.say(task if attached else "follow-up", question, self.answer(verb, self.latest), attached, verb)
+        answer = self.answer(verb, self.latest)
+        self.say(task if attached else "follow-up", question, answer, attached, verb, self.latest)
 
     def ask_nth(self, attached: Sequence[digits.Scene] = (), short: bool = False) -> None:
         """Read or count the n-th image of the conversation; `short` repeats the verb without saying it."""
@@ -171,7 +185,8 @@ class Dialogue:
         else:
             phrases = ASK_DIGIT_NTH if len(target.labels) == 1 and self.rng.random() < 0.5 else ASK_READ_NTH
         question = self.pick(phrases).format(nth="last" if last else ORDINALS[index])
-        self.say("nth image" if attached else "follow-up", question, self.answer(verb, [target]), attached, verb)
+        task = "nth image" if attached else "follow-up"
+        self.say(task, question, self.answer(verb, [index]), attached, verb, [index])
 
     def ask_compare(self, attached: Sequence[digits.Scene] = ()) -> bool:
         """Which image has more (or fewer) digits, behind the count of each: one glance at all images is not enough.
@@ -184,8 +199,9 @@ class Dialogue:
         if counts.count(best) > 1 and len(counts) > 2:
             return False
         winner = "equal" if counts.count(best) > 1 else ORDINALS[counts.index(best)]
-        answer = f"{self.answer('count', self.scenes)}: {winner}"
-        self.say("compare", self.pick(ASK_MORE if more else ASK_FEWER), answer, attached)
+        about = range(len(self.scenes))
+        answer = f"{self.answer('count', about)}: {winner}"
+        self.say("compare", self.pick(ASK_MORE if more else ASK_FEWER), answer, attached, about=about)
         return True
 
     def first(self, number: int) -> None:
@@ -204,7 +220,8 @@ class Dialogue:
         elif draw < 0.4 and room > 0 and self.verb:
             verb = self.verb
             attached = self.attach(1, again=self.rng.random() < 0.4)
-            self.say("and this one", self.pick(ASK_SAME_OF_THIS), self.answer(verb, attached), attached, verb)
+            answer = self.answer(verb, self.latest)
+            self.say("and this one", self.pick(ASK_SAME_OF_THIS), answer, attached, verb, self.latest)
         elif draw < 0.5 and room > 0:
             self.ask_plain(self.attach(1, again=self.rng.random() < 0.4))
         elif draw < 0.65 and len(self.scenes) > 1 and self.ask_compare():

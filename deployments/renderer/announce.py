@@ -15,7 +15,7 @@ _BODY = (
 
 def first_request(url: str, model: str) -> str:
     """A shell command that sends an image and prints the answer."""
-    image = ROOT / "examples" / "digits-271828.png"
+    image = ROOT / "examples" / "digits-3141.png"
     return (
         f"printf '{_BODY % model}' \"$(base64 -w0 {image})\" | "
         f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d @-"

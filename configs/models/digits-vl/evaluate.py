@@ -70,6 +70,9 @@ def score(case: Case, answers: list[str]) -> Iterable[tuple[str, bool]]:
     for turn, answer in zip(talk.turns, answers, strict=True):
         if name == "dialogue":
             yield f"dialogue: {turn.task}", answer == turn.answer
+            if turn.task == "compare":
+                verdict, truth = (each.rpartition(":")[2] for each in (answer, turn.answer))
+                yield "dialogue: compare, behind the counts", verdict == truth
             continue
         scene = turn.scenes[0]
         size = size_class(scene.image)

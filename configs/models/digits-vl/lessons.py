@@ -46,7 +46,7 @@ def practice(rng: np.random.Generator, level: float) -> dialogues.Conversation:
     scene = digits.scene(rng, sizes, "train", style, count)
     questions = dialogues.ASK_DIGIT if count == 1 and level > 1 else dialogues.ASK_READ
     question = questions[int(rng.integers(len(questions)))]
-    return dialogues.Conversation([dialogues.Turn("read", question, scene.text, [scene])])
+    return dialogues.Conversation([dialogues.Turn("read", question, scene.text, [scene], about=[0])])
 
 
 def pointing(rng: np.random.Generator, level: float = 1.0) -> dialogues.Conversation:

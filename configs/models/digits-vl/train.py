@@ -5,8 +5,9 @@
 
 Three lessons: the vision encoder learns to see digits (`look.py`); the text model learns to talk about what it sees,
 while the encoder stays as it is; then both learn together from conversations of every kind (`lessons.py`). Scans come
-from the 1,437 for training, distorted; the loss covers the answers only. Now and then the model is measured on
-conversations about the 360 held-out scans. One seed, one result (up to the order of floating-point sums).
+from the 1,437 for training, distorted; the loss covers the answers, and which image each token is about (`refer.py`).
+Now and then the model is measured on conversations about the 360 held-out scans. One seed, one result (up to the order
+of floating-point sums).
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from tqdm import tqdm
 import lessons
 from build import FOLDER, build_config, build_model, build_tokenizer, export
 from configs import dialogues, digits
-from encoding import IGNORE, Encoder, Example, collate
+from encoding import IGNORE, TARGETS, Encoder, Example, collate
 from look import Look, draw, share_read
 from optimizers import Optimizers, learning_rate
+from refer import Refer
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,14 @@ class Lesson:
     rates: tuple[float, float]
 
 
-def weighted_loss(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Mean cross entropy of the answers' tokens, by weight."""
-    labels, weights = batch.pop("labels")[:, 1:], batch.pop("weights")[:, 1:]
+def weighted_loss(model, refer: Refer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Mean cross entropy of the answers' tokens, by weight, and of the images that they and the images' speak of."""
+    labels, about, weights = (batch.pop(name) for name in TARGETS)
+    labels, weights = labels[:, 1:], weights[:, 1:]
     hidden = model.model(**batch).last_hidden_state[:, :-1]
     answered = labels != IGNORE
     losses = cross_entropy(model.lm_head(hidden[answered]), labels[answered], reduction="none")
-    return (losses * weights[answered]).sum() / weights[answered].sum()
+    return (losses * weights[answered]).sum() / weights[answered].sum() + refer.loss(about)
 
 
 def held_out(encode: Encoder, number: int, seed: int = 1) -> list[tuple[str, Example]]:
@@ -76,7 +79,7 @@ def accuracy(model, examples: list[tuple[str, Example]], encode: Encoder) -> dic
     for start in range(0, len(order), 8):
         group = [examples[i] for i in order[start : start + 8]]
         batch = collate([e for _, e in group], encode.image_id)
-        predicted = model(**{k: v for k, v in batch.items() if k not in ("labels", "weights")}).logits.argmax(-1)
+        predicted = model(**{k: v for k, v in batch.items() if k not in TARGETS}).logits.argmax(-1)
         for row, (size, example) in enumerate(group):
             for task, begin, end in example.answers:
                 truth = torch.tensor(example.ids[begin:end])
@@ -93,10 +96,10 @@ def in_words(shares: dict[str, float]) -> str:
     return "  ".join(f"{name} {share:.3f}" for name, share in shares.items())
 
 
-def plan(model, encode: Encoder, args: argparse.Namespace) -> list[Lesson]:
+def plan(modules: nn.ModuleDict, encode: Encoder, args: argparse.Namespace) -> list[Lesson]:
     """The lessons in order. Every process takes its share of `args.budget`, the work per step in text tokens."""
+    model, look, refer = modules["model"], modules["look"], modules["refer"]
     budget = args.budget / args.workers
-    look = Look(model.model.visual, model.config.text_config.hidden_size)
 
     def draw_squares(rng: np.random.Generator, _done: float) -> Iterator[Any]:
         yield draw(encode, rng, int(budget / 1.5))
@@ -112,12 +115,11 @@ def plan(model, encode: Encoder, args: argparse.Namespace) -> list[Lesson]:
             steps,
             module,
             draw_talks(lesson),
-            lambda batch: weighted_loss(model, batch),
+            lambda batch: weighted_loss(model, refer, batch),
             lambda: in_words({k: v["accuracy"] for k, v in accuracy(model, held_out(encode, 90), encode).items()}),
             rates,
         )
 
-    text = model.model.language_model
     return [
         Lesson(
             "look",
@@ -128,16 +130,16 @@ def plan(model, encode: Encoder, args: argparse.Namespace) -> list[Lesson]:
             lambda: in_words(share_read(look, encode)),
             (2 * args.lr, 0.01 * args.lr),
         ),
-        talks("talk", args.talk_steps, text, lessons.growing, (args.lr, 0.2 * args.lr)),
-        talks("all", args.all_steps, model, lessons.mixture, (0.2 * args.lr, 0.002 * args.lr)),
+        talks("talk", args.talk_steps, refer, lessons.growing, (args.lr, 0.2 * args.lr)),
+        talks("all", args.all_steps, nn.ModuleList([model, refer]), lessons.mixture, (0.2 * args.lr, 0.002 * args.lr)),
     ]
 
 
 class Training:
     """Where a training stands: the lesson, the step in it, and the seconds that all of it took so far."""
 
-    def __init__(self, model, args: argparse.Namespace) -> None:
-        self.model = model
+    def __init__(self, modules: nn.ModuleDict, args: argparse.Namespace) -> None:
+        self.modules = modules
         self.args = args
         self.saved = args.build / "checkpoint.pt"
         self.lesson = self.step = self.pool = 0
@@ -145,7 +147,7 @@ class Training:
         self.state: dict[str, Any] | None = None
         if args.resume and self.saved.exists():
             self.state = torch.load(self.saved, weights_only=True)
-            model.load_state_dict(self.state["model"])
+            modules.load_state_dict(self.state["modules"])
             self.lesson, self.step, self.pool = (self.state[k] for k in ("lesson", "step", "pool"))
             self.start -= self.state["seconds"]
 
@@ -155,12 +157,11 @@ class Training:
 
     def run(self, lesson: Lesson) -> None:
         rank = dist.get_rank()
-        self.model.requires_grad_(False)
+        self.modules.requires_grad_(False)
         lesson.module.requires_grad_(True)
         optimizers = Optimizers(lesson.module.named_parameters(), self.args.lr)
         if self.state and self.state["optimizers"]:
             optimizers.load(self.state["optimizers"])
-            lesson.module.load_state_dict(self.state["module"])
         self.state = None
         bar = tqdm(total=lesson.steps, initial=self.step, desc=lesson.name, mininterval=5, disable=rank > 0)
         loss_mean = None
@@ -179,19 +180,19 @@ class Training:
                 if self.step % self.args.eval_every == 0 and rank == 0:
                     tqdm.write(f"{lesson.name} {self.step} ({self.seconds:.0f} s): {lesson.report()}")
                 if self.step % self.args.save_every == 0:
-                    self.save(lesson, optimizers)
+                    self.save(optimizers)
                 if self.step == lesson.steps:
                     break
         bar.close()
         self.lesson, self.step, self.pool = self.lesson + 1, 0, 0
-        self.save(lesson)
+        self.save()
 
-    def save(self, lesson: Lesson, optimizers: Optimizers | None = None) -> None:
-        """Write the checkpoint; without `optimizers`, `lesson` is over."""
+    def save(self, optimizers: Optimizers | None = None) -> None:
+        """Write the checkpoint; without `optimizers`, a lesson is over."""
         states = optimizers.state() if optimizers else None
         if dist.get_rank() > 0:
             return
-        state = {"model": self.model.state_dict(), "module": lesson.module.state_dict(), "optimizers": states}
+        state = {"modules": self.modules.state_dict(), "optimizers": states}
         state |= {"lesson": self.lesson, "step": self.step, "pool": self.pool, "seconds": self.seconds}
         torch.save(state, self.saved.with_suffix(".new"))
         self.saved.with_suffix(".new").replace(self.saved)
@@ -210,10 +211,13 @@ def work(rank: int, args: argparse.Namespace) -> None:
     patches = model.model.visual.patch_embed
     patches.forward = lambda x: linear(x, patches.proj.weight.flatten(1), patches.proj.bias)  # faster than convolving
 
-    training = Training(model, args)
-    for lesson in plan(model, encode, args)[training.lesson :]:
+    look, refer = Look(model.model.visual, model.config.text_config.hidden_size), Refer(model.model.language_model)
+    modules = nn.ModuleDict({"model": model, "look": look, "refer": refer})
+    training = Training(modules, args)
+    for lesson in plan(modules, encode, args)[training.lesson :]:
         training.run(lesson)
     dist.destroy_process_group()
+    refer.close()
     if rank > 0:
         return
 
