@@ -1,8 +1,8 @@
-"""No request waits for ever: it waits for those that came before it, and those that come later cannot delay it for long.
+"""No request waits for ever: it waits for its elders, those that came before it, and the younger ones hardly delay it.
 
-The bound, in steps, of the first token of a request: every other step works for the oldest request that is not finished.
-So the work of the request and of its elders, twice; and for each of them at most once the time that a place takes to
-come free, when younger ones took the last while it waited for the encoder cache (see MAX_OVERTAKEN).
+The bound, in steps, of a request's first token: every other step works for the oldest request that is not finished. So
+the work of the request and of its elders, twice; and for each of them at most once the time that a place takes to come
+free, when younger ones took the last while it waited for the encoder cache (see MAX_OVERTAKEN).
 """
 
 import random
