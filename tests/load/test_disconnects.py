@@ -1,4 +1,4 @@
-"""A thousand clients leave at random moments, and nothing of them stays: no request, block, image, pixel, task or file."""
+"""A thousand clients leave at random moments; nothing of them stays: no request, block, image, pixel, task or file."""
 
 import base64
 import io
@@ -24,7 +24,7 @@ AT_A_TIME = 16
 WAYS = ("half a request", "at once", "soon", "soon", "at an event", "at an event", "at an event", "stays")
 CONFIG = {
     "model": {"max_model_len": 256},
-    # KV for a longest request and a bit, few images and fewer pixels: preemption, eviction and decoding anew all happen.
+    # KV for one longest request and a bit, few images, fewer pixels: preemption, eviction and processing anew happen.
     "kv_cache": {"block_size": 8, "num_blocks": 36},
     "encoder_cache": {"block_size": 4, "num_blocks": 9, "min_hold_time_ms": 2},
     "processor_cache": {"max_bytes": 400_000},

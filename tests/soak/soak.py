@@ -1,10 +1,10 @@
-"""Everything at once, for as long as asked: conversations, disconnects, slow readers, evictions, preemptions, dead ranks.
+"""Everything at once: conversations, disconnects, slow readers, evictions, preemptions, and a rank killed every minute.
 
     python -m tests.soak.soak --minutes 30
 
 Starts the application with caches far too small, asks everything once undisturbed, and then lets clients ask it again
-and again while a rank is killed every minute. Fails unless every answer is the undisturbed one, nobody saw an error, and
-no process, file, segment, object or gauge has grown between two quiet moments. Writes a plot and a summary into --out.
+and again. Fails unless every answer is the undisturbed one, nobody saw an error, and between two quiet moments no
+process's memory, files or threads, no segment, object, temporary folder or gauge has grown. Writes a plot into --out.
 """
 
 import argparse
