@@ -21,47 +21,52 @@ def seconds_until_room(requests: int, tokens: int, requests_per_s: float, tokens
 class QueueRate:
     """Watches waiting requests start, on the step's clock (seconds).
 
-    Only starts from a queue that has not been empty since count: before, how many started was up to the clients.
+    Only starts from a queue that no scheduling pass has emptied count: before, how many started was up to the clients.
     """
 
     def __init__(self) -> None:
         self._starts: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         """(clock, tokens)"""
         self._since: float | None = None
-        """Clock of the first arrival into the empty queue, later of the latest start that is not remembered."""
-        self._promised = 0.0
-        """Clock until which the room to come was promised to clients that were refused."""
+        """Clock of the first pass that left requests waiting, later of the latest start that is not remembered."""
+        self._promised_requests = self._promised_tokens = 0
+        """Room to come that refused clients were told of."""
 
-    def on_arrival(self, now: float) -> None:
-        """A request was queued."""
-        if self._since is None:
+    def on_pass(self, now: float, waiting: int) -> None:
+        """A scheduling pass left so many requests waiting."""
+        if not waiting:
+            self._starts.clear()
+            self._since = None
+            self._promised_requests = self._promised_tokens = 0
+        elif self._since is None:
             self._since = now
 
     def on_start(self, now: float, tokens: int) -> None:
         """A request left the queue, to be computed for the first time."""
+        if self._since is None:
+            return
         if len(self._starts) == REMEMBERED:
             self._since = self._starts[0][0]
         self._starts.append((now, tokens))
-
-    def on_empty(self) -> None:
-        self._starts.clear()
-        self._since = None
+        self._promised_requests = max(0, self._promised_requests - 1)
+        self._promised_tokens = max(0, self._promised_tokens - tokens)
 
     def retry_after(self, now: float, requests: int, tokens: int, own_tokens: int) -> float:
         """Seconds after which a refused request of `own_tokens` will find room, between MIN_RETRY_S and MAX_RETRY_S.
 
-        `requests`, `tokens`: how many must leave the queue before it. Room is promised once: the next one refused is
-        told to come behind this one, or all would come back together for the one place that is free by then.
+        `requests`, `tokens`: how many must leave the queue before it; below 1 where that limit is not reached. Room is
+        promised once: who is refused next is told to come behind this one, or all would come back together for the one
+        place that is free by then.
         """
         elapsed = 0.0 if self._since is None else now - self._since
         if not self._starts or elapsed <= 0:
-            return _clamp(elapsed)  # nobody knows: it stands as long as it has stood
+            return min(MAX_RETRY_S, max(MIN_RETRY_S, elapsed))  # nobody knows: it stands as long as it has stood
+        ahead = requests + self._promised_requests if requests > 0 else 0
+        tokens_ahead = tokens + self._promised_tokens if tokens > 0 else 0
         rates = len(self._starts) / elapsed, sum(tokens for _, tokens in self._starts) / elapsed
-        room = now + seconds_until_room(requests, tokens, *rates)
-        behind = self._promised + seconds_until_room(int(requests > 0), own_tokens if tokens > 0 else 0, *rates)
-        self._promised = min(max(room, behind), now + MAX_RETRY_S)
-        return _clamp(self._promised - now)
-
-
-def _clamp(seconds: float) -> float:
-    return min(MAX_RETRY_S, max(MIN_RETRY_S, seconds))
+        seconds = seconds_until_room(ahead, tokens_ahead, *rates)
+        if seconds >= MAX_RETRY_S:
+            return MAX_RETRY_S
+        self._promised_requests += 1
+        self._promised_tokens += own_tokens
+        return max(MIN_RETRY_S, seconds)

@@ -92,7 +92,6 @@ class Scheduler:
             return
         self.requests[request.request_id] = request
         self.waiting.append(request)
-        self.queue_rate.on_arrival(self.clock)
 
     def abort_request(self, request_id: str) -> bool:
         """Forget a request and free what it holds; False when it is not known (any more). It gets no output."""
@@ -130,8 +129,7 @@ class Scheduler:
         if not plan.scheduled:
             self._plan_decode(plan)
         self._encoder_waiting = plan.encoder_closed
-        if not self.waiting:
-            self.queue_rate.on_empty()
+        self.queue_rate.on_pass(self.clock, len(self.waiting))
 
         if not plan.scheduled and not self._something_to_tell():
             return None

@@ -152,4 +152,4 @@ class Talk:
                     yield json.loads(line.removeprefix("data: "))
 
     def _http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self._url, timeout=300, trust_env=False)
+        return httpx.AsyncClient(base_url=self._url, timeout=300, trust_env=False, verify=False)

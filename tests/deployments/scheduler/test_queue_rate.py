@@ -27,7 +27,7 @@ def test_seconds_until_room(requests: int, tokens: int, rates: tuple[float, floa
 def steady(every_s: float, tokens: int, starts: int = REMEMBERED) -> tuple[QueueRate, float]:
     """A queue from which a request starts every so often; and the time."""
     rate = QueueRate()
-    rate.on_arrival(100.0)
+    rate.on_pass(100.0, waiting=9)
     for index in range(1, starts + 1):
         rate.on_start(100.0 + index * every_s, tokens)
     return rate, 100.0 + starts * every_s
@@ -58,7 +58,7 @@ def test_it_stays_within_its_bounds() -> None:
 def test_before_anything_started_it_is_as_long_as_that_took_until_now() -> None:
     rate = QueueRate()
     assert rate.retry_after(5.0, 1, 0, 20) == MIN_RETRY_S
-    rate.on_arrival(5.0)
+    rate.on_pass(5.0, waiting=9)
     assert rate.retry_after(5.0, 1, 0, 20) == MIN_RETRY_S
     assert rate.retry_after(12.0, 1, 0, 20) == 7.0
     assert rate.retry_after(500.0, 1, 0, 20) == MAX_RETRY_S
@@ -67,17 +67,24 @@ def test_before_anything_started_it_is_as_long_as_that_took_until_now() -> None:
 def test_who_comes_together_is_not_told_to_come_back_together() -> None:
     rate, now = steady(2.0, 20)
     assert [rate.retry_after(now, 1, 0, 20) for _ in range(4)] == pytest.approx([2.0, 4.0, 6.0, 8.0])
-    assert [rate.retry_after(now, 1, 0, 20) for _ in range(40)][-1] == MAX_RETRY_S
-    later = now + 300.0  # what was promised then is forgotten by now
-    for index in range(REMEMBERED):
-        rate.on_start(later + index * 2.0, 20)
-    assert rate.retry_after(later + (REMEMBERED - 1) * 2.0, 1, 0, 20) < 10.0
+    rate, now = steady(2.0, 20)
+    assert [rate.retry_after(now, 0, 10, 20) for _ in range(4)] == pytest.approx([1.0, 3.0, 5.0, 7.0])
+
+
+def test_what_was_promised_is_given_as_requests_start_and_never_beyond_the_bound() -> None:
+    rate, now = steady(2.0, 20)
+    told = [rate.retry_after(now, 1, 0, 20) for _ in range(1000)]
+    assert told[-900:] == [MAX_RETRY_S] * 900
+    for index in range(1, 31):  # as many as there is in a minute: the others were promised nothing
+        rate.on_start(now + 2.0 * index, 20)
+    assert rate.retry_after(now + 60.0, 1, 0, 20) == pytest.approx(2.0)
 
 
 def test_a_queue_that_was_empty_measures_anew() -> None:
     rate, now = steady(2.0, 20)
-    rate.on_empty()
-    rate.on_arrival(now + 1000.0)
+    rate.on_pass(now, waiting=0)
+    rate.on_start(now + 999.0, 20)  # it did not wait for others
+    rate.on_pass(now + 1000.0, waiting=1)
     rate.on_start(now + 1003.0, 20)
     assert rate.retry_after(now + 1003.0, 2, 0, 20) == pytest.approx(6.0)
 
