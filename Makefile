@@ -3,6 +3,7 @@
 # make compile CONFIG=configs/trn2.yaml   fill the compile cache for a configuration, without serving
 # make test             the fast suite, then the end-to-end suite
 # make test-xla         the Neuron backend on torch_xla's CPU device; creates .venv-xla (7 GB)
+# make soak             everything at once while ranks are killed, MINUTES=30 of it: no wrong answer, leak or error
 # make bench            measure this engine over HTTP, and others beside it: PEER='command {checkpoint} {port}'
 # make test-fast, make test-e2e, make lint, make format
 
@@ -12,12 +13,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 VENV_XLA := .venv-xla
 CONFIG ?= serve_config.yaml
+MINUTES ?= 30
 
 # HAProxy in front and fewer thread hops inside the replicas: several milliseconds less per request.
 SERVE_ENV := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
              RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0
 
-.PHONY: install serve compile test test-fast test-e2e test-xla prometheus bench lint format clean
+.PHONY: install serve compile test test-fast test-e2e test-xla prometheus soak bench lint format clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -64,6 +66,9 @@ $(VENV_XLA)/.installed: pyproject.toml
 
 test-xla: $(VENV_XLA)/.installed
 	PJRT_DEVICE=CPU $(VENV_XLA)/bin/python -m pytest -m xla tests/xla
+
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.soak.soak --minutes $(MINUTES) $(SOAK)
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/bench.py $(if $(PEER),--peer '$(PEER)') $(BENCH)

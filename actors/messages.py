@@ -102,6 +102,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     """With finish_reason "error": what the client should change."""
     error_status: int = 500
     """HTTP status for `error`: 400 for a request that can never be served, 429 when the engine is full."""
+    retry_after_s: float | None = None
+    """With `error`: when to come again, where the engine knows."""
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):

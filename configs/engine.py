@@ -114,7 +114,9 @@ class SchedulerSettings(Settings):
     max_encoder_embeddings_per_step: int = Field(4096, ge=1)
     """Encoder compute budget of one step, in embeddings; an image larger than it is encoded alone in its step."""
     max_waiting_requests: int = Field(1024, ge=1)
-    """Beyond this queue a request gets 429."""
+    """A request that would make more wait gets 429, with the time when there will be room in Retry-After."""
+    max_waiting_tokens: int = Field(1024 * 1024, ge=1)
+    """The same for the tokens of the requests that wait, images among them; an empty queue takes any request."""
 
 
 class BucketSettings(Settings):

@@ -4,12 +4,14 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
 from actors.messages import EngineOutput, EngineRequest
 from configs.engine import EngineConfig
+from deployments.output_buffer import read_ahead
 from deployments.renderer.announce import announce
 from deployments.renderer.engine_client import EngineUnavailableError
 from telemetry import prometheus, spans
@@ -35,8 +37,9 @@ class ServeEngineClient:
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         response = self._stream.generate.remote(msgspec.structs.replace(request, reader=self._reader))
         try:
-            async for output in response:
-                yield output
+            async with aclosing(read_ahead(response)) as outputs:
+                async for output in outputs:
+                    yield output
         except Exception as error:
             if _is_loss(error):
                 raise EngineUnavailableError("the engine was lost; the request may be sent again") from error

@@ -1,5 +1,6 @@
 """What a client is told when a request cannot be served: OpenAI's error shape and status codes."""
 
+import math
 from typing import Any
 
 _TYPES = {
@@ -57,7 +58,7 @@ class APIError(Exception):
     def headers(self) -> dict[str, str]:
         if self.retry_after is None:
             return {}
-        return {"Retry-After": str(max(1, round(self.retry_after)))}
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
 
 
 def shorten(value: Any, limit: int = 80) -> str:

@@ -130,7 +130,8 @@ def _to_delta(choice: Choice, output: EngineOutput, eos_token_ids: Sequence[int]
 def _engine_error(output: EngineOutput) -> APIError:
     codes = {400: "invalid_value", 429: "engine_full", 503: "engine_unavailable"}
     status = output.error_status
-    return APIError(output.error or "the engine failed", status=status, code=codes.get(status, "engine_error"))
+    message, code = output.error or "the engine failed", codes.get(status, "engine_error")
+    return APIError(message, status=status, code=code, retry_after=output.retry_after_s)
 
 
 _closing: set["asyncio.Future[None]"] = set()

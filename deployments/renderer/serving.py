@@ -226,16 +226,7 @@ class Renderer:
         scope: RequestScope,
     ) -> Response | AsyncGenerator[bytes, None]:
         n = body.n or 1
-        # Choices come to the engine all at once: more than may wait there would find its queue full every time.
-        waiting = self._config.scheduler.max_waiting_requests
-        if len(prompts) * n > min(MAX_CHOICES, waiting):
-            setting = " (scheduler.max_waiting_requests)" if waiting < MAX_CHOICES else ""
-            limit = f"{min(MAX_CHOICES, waiting)} choices{setting}"
-            raise APIError(
-                f"n = {n} for {len(prompts)} prompts: at most {limit} are accepted in one request",
-                param="n",
-                code="invalid_value",
-            )
+        self._check_choices(prompts, n)
         answer = Answer(
             id=scope.request_id,
             model=self._config.model.name,
@@ -270,6 +261,23 @@ class Renderer:
         if body.stream:
             return answers.stream(answer, style, deltas, include_usage=body.include_usage)
         return await answers.collect(answer, style, deltas)
+
+    def _check_choices(self, prompts: list[Prompt], n: int) -> None:
+        """Choices come to the engine all at once: more than may wait there would find its queue full every time."""
+        settings = self._config.scheduler
+        choices, tokens = len(prompts) * n, sum(len(prompt.token_ids) for prompt in prompts) * n
+        if choices > min(MAX_CHOICES, settings.max_waiting_requests):
+            setting = " (scheduler.max_waiting_requests)" if settings.max_waiting_requests < MAX_CHOICES else ""
+            limit = f"{min(MAX_CHOICES, settings.max_waiting_requests)} choices{setting}"
+        elif choices > 1 and tokens > settings.max_waiting_tokens:
+            limit = f"{settings.max_waiting_tokens} prompt tokens over all choices (scheduler.max_waiting_tokens)"
+        else:
+            return
+        raise APIError(
+            f"n = {n} for {len(prompts)} prompts: at most {limit} are accepted in one request",
+            param="n",
+            code="invalid_value",
+        )
 
     def _sampling(self, body: SamplingBody, max_tokens: int, num_logprobs: int | None, seed: int) -> SamplingParams:
         """The body's parameters; where it leaves one out the checkpoint's, else OpenAI's default."""

@@ -1,8 +1,10 @@
-"""What the engine refuses: requests that could never be served, told apart before they queue."""
+"""What the engine refuses before it queues: requests that could never be served, and those it has no room for now."""
 
 from actors.messages import EngineRequest
-from configs.engine import EngineConfig
+from configs.engine import EngineConfig, SchedulerSettings
+from deployments.scheduler.queue_rate import QueueRate
 from deployments.scheduler.request import RequestError
+from deployments.scheduler.request_queue import RequestQueue
 
 _MAX_TOKEN_ID = 2**31 - 1
 
@@ -23,6 +25,25 @@ def check_servable(request: EngineRequest, config: EngineConfig) -> None:
     if request.sampling.max_tokens < 1:
         raise RequestError(f"max_tokens = {request.sampling.max_tokens}: expected at least 1", 400)
     _check_images(request, config)
+
+
+def check_room(
+    request: EngineRequest, waiting: RequestQueue, rate: QueueRate, now: float, settings: SchedulerSettings
+) -> None:
+    """Raises RequestError (429, and when there will be room) when the queue is full. An empty one never is."""
+    own = len(request.token_ids) + len(request.output_token_ids)
+    requests = len(waiting) + 1 - settings.max_waiting_requests
+    tokens = waiting.num_tokens + own - settings.max_waiting_tokens if waiting else 0
+    if requests <= 0 and tokens <= 0:
+        return
+    if requests > 0:
+        full = f"{len(waiting)} requests are waiting: scheduler.max_waiting_requests = {settings.max_waiting_requests}"
+    else:
+        full = (
+            f"requests of {waiting.num_tokens} tokens are waiting and this one has {own}: "
+            f"scheduler.max_waiting_tokens = {settings.max_waiting_tokens}"
+        )
+    raise RequestError(full, 429, rate.retry_after(now, requests, tokens, own))
 
 
 def _check_images(request: EngineRequest, config: EngineConfig) -> None:

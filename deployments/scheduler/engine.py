@@ -3,7 +3,6 @@
 One thread owns the Scheduler and the gang; `submit`, `abort` and the resets are messages to that thread.
 """
 
-import asyncio
 import logging
 import queue
 import threading
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 
 from actors.messages import EngineOutput, EngineRequest, RankOutput, SchedulerOutput
 from actors.step_channel import RankFailure
+from deployments.output_buffer import OutputBuffer
 from deployments.scheduler.request import RequestError
 from deployments.scheduler.scheduler import Scheduler
 from deployments.scheduler.stats import EngineStats, has_token
@@ -87,18 +87,14 @@ class Engine:
         self._send(lambda: self._add(live))
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """`submit` for asyncio: yields the request's outputs; closing the iterator early aborts the request."""
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        """`submit` for asyncio: yields the request's outputs, those merged that came while nobody read.
 
-        def on_output(output: EngineOutput) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(outputs.put_nowait, output)
-
-        self.submit(request, on_output)
+        Closing the iterator early aborts the request.
+        """
+        outputs = OutputBuffer()
+        self.submit(request, outputs.put)
         try:
-            while True:
-                output = await outputs.get()
+            while (output := await outputs.get()) is not None:
                 yield output
                 if output.finish_reason is not None:
                     return
@@ -223,15 +219,23 @@ class Engine:
         try:
             self._scheduler.add_request(live.request)
         except RequestError as error:
-            self._refuse(live, str(error), error.status)
+            self._refuse(live, str(error), error.status, error.retry_after_s)
             return
         self._live[live.request.request_id] = live
 
-    def _refuse(self, live: _Live, error: str, status: int) -> None:
+    def _refuse(self, live: _Live, error: str, status: int, retry_after_s: float | None = None) -> None:
         """The request ends here with an error."""
         self._stats.record_end(live.timeline)
         request_id = live.request.request_id
-        live.on_output(EngineOutput(request_id=request_id, finish_reason="error", error=error, error_status=status))
+        live.on_output(
+            EngineOutput(
+                request_id=request_id,
+                finish_reason="error",
+                error=error,
+                error_status=status,
+                retry_after_s=retry_after_s,
+            )
+        )
 
     def _abort(self, request_id: str) -> None:
         if self._ended:

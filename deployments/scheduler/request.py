@@ -8,11 +8,15 @@ from actors.messages import EngineRequest, FinishReason, MMItem
 
 
 class RequestError(Exception):
-    """A request that is refused at admission: 400 when it can never be served, 429 when the engine is full."""
+    """A request that is refused at admission: 400 when it can never be served, 429 when the engine is full.
 
-    def __init__(self, message: str, status: int) -> None:
+    `retry_after_s`: with 429, when there will be room.
+    """
+
+    def __init__(self, message: str, status: int, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class RequestStatus(Enum):

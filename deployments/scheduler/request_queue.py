@@ -11,6 +11,8 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
+        self.num_tokens = 0
+        """Tokens of the waiting requests: their prompts, and what was generated for them before."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -21,9 +23,11 @@ class RequestQueue:
     def append(self, request: Request) -> None:
         """A new arrival: the youngest of all."""
         self._requests[request.request_id] = request
+        self.num_tokens += request.num_tokens
 
     def remove(self, request: Request) -> None:
         del self._requests[request.request_id]
+        self.num_tokens -= request.num_tokens
 
     def put_back(self, request: Request) -> None:
         """Return a request that was running to its place.
@@ -36,6 +40,6 @@ class RequestQueue:
             if queued.sequence > request.sequence:
                 break
             older.append(queued.request_id)
-        self._requests[request.request_id] = request
+        self.append(request)
         for request_id in (request.request_id, *reversed(older)):
             self._requests.move_to_end(request_id, last=False)

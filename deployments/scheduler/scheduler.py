@@ -7,10 +7,11 @@ from itertools import islice
 
 from actors.messages import EngineOutput, EngineRequest, SchedulerOutput, TokenLogprobs
 from configs.engine import EngineConfig
-from deployments.scheduler.admission import check_servable
+from deployments.scheduler.admission import check_room, check_servable
 from deployments.scheduler.encoder_cache_manager import EncoderCacheManager, EncoderCacheStats
 from deployments.scheduler.image_reservation import reserve_images
 from deployments.scheduler.kv_cache_manager import KVCacheManager
+from deployments.scheduler.queue_rate import QueueRate
 from deployments.scheduler.request import Request, RequestError, RequestStatus
 from deployments.scheduler.request_queue import RequestQueue
 from deployments.scheduler.step_plan import StepPlan
@@ -56,6 +57,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         """Every unfinished request."""
         self.waiting = RequestQueue()
+        self.queue_rate = QueueRate()
         self.running: list[Request] = []
         """In order of arrival: the last is the youngest."""
         self.clock = 0.0
@@ -81,11 +83,7 @@ class Scheduler:
         check_servable(source, self.config)
         if source.request_id in self.requests:
             raise RequestError(f"request id {source.request_id} is in use", 400)
-        limit = self.config.scheduler.max_waiting_requests
-        if len(self.waiting) >= limit:
-            raise RequestError(
-                f"{len(self.waiting)} requests are waiting: scheduler.max_waiting_requests = {limit}", 429
-            )
+        check_room(source, self.waiting, self.queue_rate, self.clock, self.config.scheduler)
         self._num_arrived += 1
         request = Request(source, self._num_arrived, self.config.model.max_model_len)
         if request.length_reached():
@@ -131,6 +129,7 @@ class Scheduler:
         if not plan.scheduled:
             self._plan_decode(plan)
         self._encoder_waiting = plan.encoder_closed
+        self.queue_rate.on_pass(self.clock, len(self.waiting))
 
         if not plan.scheduled and not self._something_to_tell():
             return None
@@ -248,6 +247,7 @@ class Scheduler:
         for request in waiting:
             assert not request.block_ids
             assert not request.encoder_refs
+        assert self.waiting.num_tokens == sum(request.num_tokens for request in waiting)
 
     # One pass
 
@@ -307,6 +307,8 @@ class Scheduler:
             free_seqs -= 1
 
     def _start(self, request: Request, prefix: list[int], num_tokens: int) -> None:
+        if not request.prefix_counted:
+            self.queue_rate.on_start(self.clock, request.num_tokens)
         self.kv.admit(request, prefix)
         self.kv.allocate(request, num_tokens)
         self.waiting.remove(request)

@@ -337,6 +337,12 @@ def test_engine_errors_have_their_status(served: Served, stream):
             chat(served, stream=stream)
         assert caught.value.status_code == status
         assert ("retry-after" in caught.value.response.headers) == (status != 400)
+    served.engine.script = lambda request: [
+        finish(request, "error", error="say why", error_status=429, retry_after_s=12.2)
+    ]
+    with pytest.raises(openai.RateLimitError) as caught:
+        chat(served, stream=stream)
+    assert caught.value.response.headers["retry-after"] == "13"
     served.engine.script = lambda request: [EngineUnavailableError("restarting", retry_after=7)]
     with pytest.raises(openai.APIStatusError, match="restarting") as caught:
         chat(served, stream=stream)

@@ -210,6 +210,14 @@ def test_more_choices_than_may_wait_are_refused_for_good(serve: Callable[..., Se
     assert "at most 3 choices (scheduler.max_waiting_requests)" in check_shape(response, 400)["message"]
 
 
+def test_more_tokens_than_may_wait_are_refused_for_good(serve: Callable[..., Served]):
+    served = serve(scheduler={"max_waiting_tokens": 40})
+    for n, length, status in ((2, 20, 200), (1, 60, 200), (3, 20, 400)):  # an empty queue takes any single one
+        response = post(served, "/v1/completions", json={"prompt": [5] * length, "n": n})
+        assert response.status_code == status
+    assert "at most 40 prompt tokens over all choices" in check_shape(response, 400)["message"]
+
+
 def test_body_over_the_limit(served: Served):
     error = check_shape(post(served, "/v1/chat/completions", content=b" " * (3 * 1024**2)), 413)
     assert "at most 2,097,152 bytes are accepted (server.max_body_bytes)" in error["message"]

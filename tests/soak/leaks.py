@@ -1,0 +1,64 @@
+"""What a process, and the machine, hold at a quiet moment, and whether it has become more than it may."""
+
+from dataclasses import dataclass, field
+
+OWN = ("Renderer", "Scheduler", "RankActor", "Proxy", "Controller", "serve run")
+"""Processes that run this application's code; the others are Ray's, which remembers every actor that ever was."""
+OWN_MB = 32.0
+RAYS_MB = 96.0
+"""Growth of a process's own memory that is no leak: heaps that fill up to their working size."""
+FILES = 16
+"""Connections to the other processes, which Ray opens when they are first needed."""
+THREADS = 8
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Of one process, or of several that have one name, added up."""
+
+    memory_mb: float
+    """Its own: what it shares with others is not counted."""
+    files: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """All that is held while nobody asks anything and the caches are empty."""
+
+    processes: dict[str, Holding]
+    object_store_bytes: float
+    shared_memory: int
+    """Segments of the ranks' collectives."""
+    folders: int
+    """In the application's temporary folder."""
+    gauges: dict[str, float] = field(default_factory=dict)
+
+
+def leaks(first: Quiet, last: Quiet) -> list[str]:
+    """What `last` holds beyond `first`, one line each."""
+    found = []
+    for name, holding in last.processes.items():
+        before = first.processes.get(name)
+        if before is None:
+            continue
+        allowed = OWN_MB if name in OWN else RAYS_MB
+        for what, grew, limit, unit in (
+            ("memory", holding.memory_mb - before.memory_mb, allowed, " MB"),
+            ("open files", holding.files - before.files, FILES, ""),
+            ("threads", holding.threads - before.threads, THREADS, ""),
+        ):
+            if grew > limit:
+                found.append(f"{name}: {what} grew by {grew:.0f}{unit}, more than {limit:.0f}{unit}")
+    for name in OWN:
+        if name in first.processes and name not in last.processes:
+            found.append(f"{name}: it is gone")
+    for what, before_value, value in (
+        ("bytes in the object store", first.object_store_bytes, last.object_store_bytes),
+        ("segments in /dev/shm", first.shared_memory, last.shared_memory),
+        ("temporary folders", first.folders, last.folders),
+        *((name, first.gauges[name], value) for name, value in last.gauges.items()),
+    ):
+        if value != before_value:
+            found.append(f"{what}: {before_value:g} before, {value:g} after")
+    return found
