@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib.metadata
-import logging
+import os
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -12,15 +12,14 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from configs.engine import EngineConfig
+from configs.engine import EngineConfig, ServerSettings
 from deployments.renderer import protocol, responses
+from deployments.renderer.api_keys import ApiKeys, KeyMiddleware
 from deployments.renderer.disconnect import EventStream, ReceiveMiddleware, while_connected
 from deployments.renderer.engine_client import EngineUnavailableError
 from deployments.renderer.errors import APIError
 from deployments.renderer.serving import Renderer
 from deployments.renderer.validation import parse_body
-
-logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=protocol.Body)
 
@@ -30,15 +29,25 @@ PARSE_INLINE_BYTES = 1024**2
 
 def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable[[], tuple[bytes, str]]) -> FastAPI:
     """The application. `render_metrics` gives the body of /metrics and its content type; it runs in a worker thread."""
-    api = FastAPI(title="trn-vision-serve", version=_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
+    api = FastAPI(
+        title="trn-vision-serve",
+        version=_version(),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=_ERRORS,
+    )
     api.add_middleware(ReceiveMiddleware)
+    keys = ApiKeys.load(config.server, os.environ)
+    if keys is not None:
+        api.add_middleware(KeyMiddleware, keys=keys, open_paths=_open_paths(config.server))
     _add_error_handlers(api)
 
     async def parsed(request: Request, model: type[B]) -> B:
         content = await _read_body(request, config.server.max_body_bytes)
         if len(content) < PARSE_INLINE_BYTES:
-            return parse_body(model, content)
-        return await asyncio.to_thread(parse_body, model, content)
+            return parse_body(model, content, config.limits)
+        return await asyncio.to_thread(parse_body, model, content, config.limits)
 
     @api.post("/v1/chat/completions", openapi_extra=_takes(protocol.ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
@@ -79,12 +88,19 @@ def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable
 
     @api.get("/metrics")
     async def metrics() -> Response:
+        if config.server.metrics == "off":
+            raise APIError("metrics are off: set server.metrics to key or open", status=403, code="metrics_off")
         content, content_type = await asyncio.to_thread(render_metrics)
         return Response(content, headers={"Content-Type": content_type})
 
     _add_reset_routes(api, renderer, config.server.development_mode)
-    api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
+    api.openapi = lambda: _openapi(api, with_keys=keys is not None)  # type: ignore[method-assign]
     return api
+
+
+def _open_paths(settings: ServerSettings) -> frozenset[str]:
+    """What needs no API key. Load balancers ask for health, and know none."""
+    return frozenset({"/health"} | ({"/metrics"} if settings.metrics == "open" else set()))
 
 
 def _add_reset_routes(api: FastAPI, renderer: Renderer, development_mode: bool) -> None:
@@ -199,13 +215,38 @@ def _version() -> str:
         return "0+unknown"
 
 
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": description,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+    for status, description in (("4XX", "The request has to change."), ("503", "The engine is not ready; try again."))
+}
+
+
 def _takes(model: type[BaseModel]) -> dict[str, Any]:
     """OpenAPI's description of a body that the route parses itself."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _openapi(api: FastAPI) -> dict[str, Any]:
+def _openapi(api: FastAPI, *, with_keys: bool) -> dict[str, Any]:
     if api.openapi_schema is None:
         document = get_openapi(title=api.title, version=api.version, routes=api.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
@@ -218,5 +259,9 @@ def _openapi(api: FastAPI) -> dict[str, Any]:
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[model.__name__] = schema
+        schemas["Error"] = _ERROR_SCHEMA
+        if with_keys:
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
         api.openapi_schema = document
     return api.openapi_schema
