@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.engine import EngineConfig, ServerSettings
 from deployments.renderer import protocol, responses
@@ -20,6 +22,9 @@ from deployments.renderer.engine_client import EngineUnavailableError
 from deployments.renderer.errors import APIError
 from deployments.renderer.serving import Renderer
 from deployments.renderer.validation import parse_body
+from telemetry.logs import LOGGER_NAME
+
+logger = logging.getLogger(LOGGER_NAME)
 
 B = TypeVar("B", bound=protocol.Body)
 
@@ -37,6 +42,7 @@ def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable
         redirect_slashes=False,
         responses=_ERRORS,
     )
+    api.add_middleware(FailureMiddleware)
     api.add_middleware(ReceiveMiddleware)
     keys = ApiKeys.load(config.server, os.environ)
     if keys is not None:
@@ -157,9 +163,30 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def on_disconnect(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nobody reads it
 
-    @api.exception_handler(Exception)
-    async def on_exception(request: Request, error: Exception) -> Response:
-        return _error(APIError("the server failed; the request may be sent again", status=500, code="internal_error"))
+
+class FailureMiddleware:
+    """What nothing else has handled is logged, and becomes a 500. Starlette's own handling raises it once more behind
+    the response, and the server then closes the connection under the client's next request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception:
+            if begun or scope["type"] != "http":
+                raise
+            logger.exception("%s failed", scope["method"])
+            error = APIError("the server failed; the request may be sent again", status=500, code="internal_error")
+            await _error(error)(scope, receive, send)
 
 
 async def _respond(answer: Coroutine[Any, Any, responses.Response | AsyncGenerator[bytes, None]]) -> Response:
