@@ -188,6 +188,11 @@ class ServerSettings(Settings):
     With keys from either place, every endpoint but /health asks for `Authorization: Bearer <one of them>`."""
     max_body_bytes: int = Field(64 * 1024**2, ge=1)
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients have to send an API key."""
+        return self.api_keys_file is not None or self.api_keys_variable is not None
+
 
 class DebugSettings(Settings):
     rank_digest: bool = False

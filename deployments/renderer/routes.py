@@ -12,6 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.engine import EngineConfig, ServerSettings
@@ -55,12 +56,12 @@ def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable
             return parse_body(model, content, config.limits)
         return await asyncio.to_thread(parse_body, model, content, config.limits)
 
-    @api.post("/v1/chat/completions", openapi_extra=_takes(protocol.ChatCompletionRequest))
+    @api.post("/v1/chat/completions", openapi_extra=_takes(protocol.ChatCompletionRequest), responses=_STREAMS)
     async def chat_completions(request: Request) -> Response:
         body = await parsed(request, protocol.ChatCompletionRequest)
         return await while_connected(request, _respond(renderer.chat(body, _trace_context(request))))
 
-    @api.post("/v1/completions", openapi_extra=_takes(protocol.CompletionRequest))
+    @api.post("/v1/completions", openapi_extra=_takes(protocol.CompletionRequest), responses=_STREAMS)
     async def completions(request: Request) -> Response:
         body = await parsed(request, protocol.CompletionRequest)
         return await while_connected(request, _respond(renderer.complete(body, _trace_context(request))))
@@ -82,7 +83,7 @@ def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable
         renderer.check_model(name)
         return _json(renderer.models().data[0])
 
-    @api.get("/health")
+    @api.get("/health", response_class=Response)
     async def health() -> Response:
         if not await renderer.engine.health():
             raise APIError("the engine is not ready", status=503, code="engine_unavailable")
@@ -92,7 +93,7 @@ def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable
     async def version() -> dict[str, str]:
         return {"version": _version()}
 
-    @api.get("/metrics")
+    @api.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         if config.server.metrics == "off":
             raise APIError("metrics are off: set server.metrics to key or open", status=403, code="metrics_off")
@@ -118,19 +119,19 @@ def _add_reset_routes(api: FastAPI, renderer: Renderer, development_mode: bool) 
                 code="development_mode_off",
             )
 
-    @api.post("/reset_prefix_cache")
+    @api.post("/reset_prefix_cache", response_class=Response)
     async def reset_prefix_cache() -> Response:
         check()
         await renderer.engine.reset_prefix_cache()
         return Response()
 
-    @api.post("/reset_mm_cache")
+    @api.post("/reset_mm_cache", response_class=Response)
     async def reset_mm_cache() -> Response:
         check()
         renderer.processor_cache.reset()
         return Response()
 
-    @api.post("/reset_encoder_cache")
+    @api.post("/reset_encoder_cache", response_class=Response)
     async def reset_encoder_cache() -> Response:
         check()
         await renderer.engine.reset_encoder_cache()
@@ -265,6 +266,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     }
     for status, description in (("4XX", "The request has to change."), ("503", "The engine is not ready; try again."))
 }
+_STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 
 
 def _takes(model: type[BaseModel]) -> dict[str, Any]:
