@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ T = TypeVar("T")
 
 INLINE_URL = 262_144
 """Characters of a data URL that is short enough for the event loop."""
+
+LARGE_PIXELS = 8_000_000
+_LARGE_AT_A_TIME = 2
+"""A larger image is decoded and processed beside one other at most: it takes up to 20 bytes a pixel meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class ImageLoader:
         self._processor = processor
         self._cache = cache
         self._executor = executor
+        self._large = threading.BoundedSemaphore(_LARGE_AT_A_TIME)
         self._fetcher = ImageFetcher(settings, network)
         self._probe = mm_cache_probe("processor")
 
@@ -93,10 +99,12 @@ class ImageLoader:
             return await self._cache.get(image.mm_hash, process, on_lookup)
 
     def _process(self, content: bytes, trace: spans.Context) -> ProcessedImage:
-        with spans.span("mm: decode", trace):
-            image = images.decode_image(content, self._settings)
-        with spans.span("mm: hf_processor", trace):
-            return self._processor.process(image)
+        width, height = images.read_dimensions(content, self._settings)
+        with self._large if width * height > LARGE_PIXELS else contextlib.nullcontext():
+            with spans.span("mm: decode", trace):
+                image = images.decode_image(content, self._settings)
+            with spans.span("mm: hf_processor", trace):
+                return self._processor.process(image)
 
     async def _slowly(self, work: Callable[[], T], *, inline: bool) -> T:
         return work() if inline else await asyncio.get_running_loop().run_in_executor(self._executor, work)

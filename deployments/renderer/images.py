@@ -93,7 +93,8 @@ def decode_image(content: bytes, settings: MultimodalSettings) -> Image.Image:
         _check_scans(content)
     try:
         image.load()
-        return _to_rgb(ImageOps.exif_transpose(image))
+        ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image)
     except APIError:
         raise
     except Exception as error:
@@ -187,7 +188,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, rgba).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:

@@ -3,8 +3,10 @@
 import asyncio
 import resource
 import struct
+import threading
 import time
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -301,3 +303,31 @@ def test_salted_images_are_kept_apart(checkpoint: Checkpoint):
     assert len(set(keys)) == 3
     assert keys[1] == keys[3]
     assert loading.counters.values == (4, 1)
+
+
+def test_large_images_are_processed_two_at_a_time(checkpoint: Checkpoint, monkeypatch):
+    """However many worker threads there are; smaller ones pass by."""
+    monkeypatch.setattr("deployments.renderer.image_loader.LARGE_PIXELS", 64 * 64)
+    loading = Loading(checkpoint)
+    loading.executor = loading.cache._executor = ThreadPoolExecutor(8)
+    lock, running, most, seen = threading.Lock(), Counter(), Counter(), threading.Event()
+    decode = images.decode_image
+
+    def counting(content: bytes, settings: MultimodalSettings) -> Image.Image:
+        image = decode(content, settings)
+        kind = "large" if image.width > 64 else "small"
+        with lock:
+            running[kind] += 1
+            most[kind] = max(most[kind], running[kind])
+            if most["small"] >= 3:
+                seen.set()
+        seen.wait(5)
+        with lock:
+            running[kind] -= 1
+        return image
+
+    monkeypatch.setattr(images, "decode_image", counting)
+    pictures = [picture(96, 64, seed) for seed in range(4)] + [picture(64, 64, seed) for seed in range(3)]
+    assert len(loading.load(*[data_url(encoded(each)) for each in pictures])) == 7
+    assert seen.is_set()
+    assert most["large"] == 2
