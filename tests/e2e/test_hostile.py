@@ -98,6 +98,19 @@ def test_hostile_requests_are_refused_and_the_engine_goes_on(http: httpx.Client)
     assert http.get("/health").status_code == 200
 
 
+def test_a_salt_keeps_prefixes_apart(http: httpx.Client) -> None:
+    """What one tenant had computed is nothing that another's answer tells of."""
+
+    def cached(salt: str | None) -> int:
+        body = chat([*image(Path("examples/digits-59.png").read_bytes())], max_tokens=1, cache_salt=salt)
+        usage = http.post("/v1/chat/completions", content=body).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    first = {salt: cached(salt) for salt in ("a", "b", None)}
+    assert first == dict.fromkeys(first, 0)
+    assert all(cached(salt) > 0 for salt in first)
+
+
 def test_no_log_of_any_process_holds_a_prompt_or_a_key(keyed: Application, http: httpx.Client) -> None:
     picture = Path("examples/digits-26.png").read_bytes() + SECRET.encode()
     bodies = [
