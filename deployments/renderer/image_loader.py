@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 INLINE_URL = 262_144
 """Characters of a data URL that is short enough for the event loop."""
+INLINE_HEADER = 16_384
+"""Bytes of a file whose header is: a hostile one costs a microsecond a byte."""
 
 LARGE_PIXELS = 8_000_000
 _LARGE_AT_A_TIME = 2
@@ -86,7 +88,9 @@ class ImageLoader:
             return known
         with _named(image.source):
             reading = partial(images.read_dimensions, image.content, self._settings)
-            return self._processor.num_embeddings(*await self._slowly(reading, inline=len(image.content) < INLINE_URL))
+            return self._processor.num_embeddings(
+                *await self._slowly(reading, inline=len(image.content) < INLINE_HEADER)
+            )
 
     async def _processed(self, image: _Loaded, scope: RequestScope) -> CachedImage:
         def on_lookup(hit: bool) -> None:

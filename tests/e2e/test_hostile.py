@@ -11,7 +11,7 @@ import pytest
 
 from tests.deployments.renderer.conftest import data_url
 from tests.deployments.renderer.test_hostile_images import PIECES, header_of, progressive
-from tests.support.application import Application
+from tests.support.application import ROOT, Application
 
 MODEL = "digits-vl"
 FILE_KEY, VARIABLE_KEY = "sk-of-the-file-5501", "sk-of-the-variable-5502"
@@ -102,7 +102,7 @@ def test_a_salt_keeps_prefixes_apart(http: httpx.Client) -> None:
     """What one tenant had computed is nothing that another's answer tells of."""
 
     def cached(salt: str | None) -> int:
-        body = chat([*image(Path("examples/digits-59.png").read_bytes())], max_tokens=1, cache_salt=salt)
+        body = chat([*image((ROOT / "examples" / "digits-59.png").read_bytes())], max_tokens=1, cache_salt=salt)
         usage = http.post("/v1/chat/completions", content=body).json()["usage"]
         return usage["prompt_tokens_details"]["cached_tokens"]
 
@@ -112,7 +112,7 @@ def test_a_salt_keeps_prefixes_apart(http: httpx.Client) -> None:
 
 
 def test_no_log_of_any_process_holds_a_prompt_or_a_key(keyed: Application, http: httpx.Client) -> None:
-    picture = Path("examples/digits-26.png").read_bytes() + SECRET.encode()
+    picture = (ROOT / "examples" / "digits-26.png").read_bytes() + SECRET.encode()
     bodies = [
         chat(SECRET, max_tokens=2),
         chat(SECRET, max_tokens=2, stream=True),
@@ -130,3 +130,4 @@ def test_no_log_of_any_process_holds_a_prompt_or_a_key(keyed: Application, http:
     assert sum(b"POST /v1/chat/completions 200" in text for text in logs.values()) > 0  # Ray's own access log
     told = [(str(path), marker) for path, text in logs.items() for marker in MARKERS if marker.encode() in text]
     assert told == []
+    assert b'-H "Authorization: Bearer $API_KEY"' in logs[keyed.log]  # the ready line says how to ask

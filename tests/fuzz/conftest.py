@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from configs.engine import parse_config
+from tests.deployments.renderer.conftest import encoded, image_part, picture
 from tests.support.local_stack import Stack
 
 CASES = int(os.environ.get("FUZZ_CASES", "240"))
@@ -55,10 +56,12 @@ def fuzzed() -> Iterator[Fuzzed]:
     """Ends with a look whether the engine is as it was: idle, whole, and of the same opinion."""
     stack = Stack(parse_config(SETTINGS))
     with asyncio.Runner() as runner:
-        messages = [{"role": "user", "content": "Hi"}]
-        before = runner.run(stack.answer(messages))
+        content = [image_part(encoded(picture(96, 64))), {"type": "text", "text": "Read the digits."}]
+        messages = [{"role": "user", "content": content}]
+        before = runner.run(stack.answer(messages, min_tokens=12))
+        assert before
         yield Fuzzed(stack, runner)
-        assert runner.run(stack.answer(messages)) == before
+        assert runner.run(stack.answer(messages, min_tokens=12)) == before
         assert stack.engine.healthy
         state = stack.engine.call(lambda scheduler: (scheduler.check_integrity(), len(scheduler.running))).result(10)
         assert state == (None, 0)

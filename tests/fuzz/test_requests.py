@@ -7,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configs import digits
 from tests.deployments.renderer.conftest import data_url, encoded, picture
 from tests.fuzz.conftest import Fuzzed, cases
 
@@ -191,11 +190,3 @@ def test_bytes(fuzzed: Fuzzed, edits: list[tuple[int, int, bytes]], data: st.Dat
     path = data.draw(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/x"]))
     method = data.draw(st.sampled_from(["POST"] * 5 + ["PUT", "PATCH", "DELETE", "OPTIONS"]))
     check(fuzzed.request(method, path, content=bytes(content)), (method, path, bytes(content)))
-
-
-def test_an_image_is_still_read(fuzzed: Fuzzed) -> None:
-    """The caches answer for what was sent, not for what came near it."""
-    url = {"url": digits.data_url(picture(64, 64))}
-    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}], "max_tokens": 4}
-    answers = {fuzzed.request("POST", "/v1/chat/completions", json={**body, "temperature": 0}).text[200:] for _ in "12"}
-    assert answers
