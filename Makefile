@@ -3,6 +3,7 @@
 # make compile CONFIG=configs/trn2.yaml   fill the compile cache for a configuration, without serving
 # make test             the fast suite, then the end-to-end suite
 # make test-xla         the Neuron backend on torch_xla's CPU device; creates .venv-xla (7 GB)
+# make fuzz             10,000 hostile cases against the whole request path in one process; a few hundred are in `make test`
 # make soak             everything at once while ranks are killed, MINUTES=30 of it: no wrong answer, leak or error
 # make bench            measure this engine over HTTP, and others beside it: PEER='command {checkpoint} {port}'
 # make test-fast, make test-e2e, make lint, make format
@@ -19,7 +20,7 @@ MINUTES ?= 30
 SERVE_ENV := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
              RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0
 
-.PHONY: install serve compile test test-fast test-e2e test-xla prometheus soak bench lint format clean
+.PHONY: install serve compile test test-fast test-e2e test-xla prometheus fuzz soak bench lint format clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -66,6 +67,9 @@ $(VENV_XLA)/.installed: pyproject.toml
 
 test-xla: $(VENV_XLA)/.installed
 	PJRT_DEVICE=CPU $(VENV_XLA)/bin/python -m pytest -m xla tests/xla
+
+fuzz: $(VENV)/.installed-test
+	FUZZ_CASES=$(or $(CASES),10000) $(BIN)/python -m pytest tests/fuzz
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.soak.soak --minutes $(MINUTES) $(SOAK)

@@ -4,11 +4,12 @@ A wrong or unknown key stops the start with the key's path, the value and what w
 Values left at None are derived; `deployments.app` logs each derived value once at start.
 """
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -135,17 +136,64 @@ class BucketSettings(Settings):
 class MultimodalSettings(Settings):
     max_images_per_prompt: int = Field(32, ge=0)
     max_image_bytes: int = Field(32 * 1024**2, ge=1)
+    max_total_image_bytes: int = Field(64 * 1024**2, ge=1)
+    """Of all images of one request together."""
     max_image_pixels: int = Field(50_000_000, ge=1)
     """Width times height as the header says, checked before anything is decoded."""
     max_aspect_ratio: float = Field(200.0, ge=1)
+    salt_images: bool = False
+    """A request's cache_salt also keeps its images apart: they are then processed and encoded once per salt."""
     allowed_url_hosts: tuple[str, ...] = ()
-    """Hosts from which http(s) images may be fetched; none by default."""
+    """Hosts from which https images may be fetched: "images.example.com" or, for a port that is not the scheme's own,
+    "images.example.com:8443"; none by default. Only public addresses are ever connected to."""
+    allow_http_urls: bool = False
+    """Fetch from those hosts over plain http, too."""
+    url_timeout_s: float = Field(10.0, gt=0)
+    """For a remote image, from looking its host up to its last byte, redirects included."""
+    max_url_redirects: int = Field(3, ge=0)
+    """Each is held to the same rules as the first URL."""
+    max_url_fetches: int = Field(16, ge=1)
+    """Remote images that a Renderer replica fetches at a time; more wait, within their own time limit."""
+
+    @field_validator("allowed_url_hosts")
+    @classmethod
+    def _plain_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?", host):
+                raise ValueError(f"{host!r}: expected a host name or address, with :port or without")
+        return tuple(host.lower() for host in hosts)
+
+
+class LimitSettings(Settings):
+    """What one request may hold, checked before any of it is worked on; `server.max_body_bytes` bounds it all."""
+
+    max_messages: int = Field(16384, ge=1)
+    max_prompts: int = Field(128, ge=1)
+    """Of one /v1/completions request."""
+    max_choices: int = Field(128, ge=1)
+    """`n` times the number of prompts."""
+    max_stop_strings: int = Field(32, ge=0)
+    """Also the number of `stop_token_ids`."""
+    max_stop_length: int = Field(256, ge=1)
+    """Characters of one stop string."""
 
 
 class ServerSettings(Settings):
     development_mode: bool = False
     """Opens /reset_prefix_cache, /reset_mm_cache and /reset_encoder_cache."""
+    metrics: Literal["key", "open", "off"] = "key"
+    """GET /metrics. key: with an API key, where there are some, as for other endpoints; open: without one; off: 403."""
+    api_keys_file: str | None = None
+    """A file of API keys, one a line; a line that begins with # is none. Read at start, on the Renderer's node."""
+    api_keys_variable: str | None = None
+    """Name of an environment variable of the Renderer's process that holds API keys, separated by spaces or commas.
+    With keys from either place, every endpoint but /health asks for `Authorization: Bearer <one of them>`."""
     max_body_bytes: int = Field(64 * 1024**2, ge=1)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients have to send an API key."""
+        return self.api_keys_file is not None or self.api_keys_variable is not None
 
 
 class DebugSettings(Settings):
@@ -155,6 +203,8 @@ class DebugSettings(Settings):
     """Run the scheduler's integrity checks after every step, not only when it goes idle."""
     fail_on_new_shape: bool = False
     """A graph that meets a new shape after the warm-up fails the step; otherwise it is logged and counted."""
+    log_prompts: bool = False
+    """Log every request's prompt; without it no log line holds anything that a client wrote."""
 
 
 class TelemetrySettings(Settings):
@@ -177,6 +227,7 @@ class EngineConfig(Settings):
     scheduler: SchedulerSettings = SchedulerSettings()
     buckets: BucketSettings = BucketSettings()
     multimodal: MultimodalSettings = MultimodalSettings()
+    limits: LimitSettings = LimitSettings()
     server: ServerSettings = ServerSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     debug: DebugSettings = DebugSettings()

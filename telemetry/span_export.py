@@ -45,6 +45,7 @@ def _plain(span: ReadableSpan) -> dict[str, object]:
         "attributes": dict(span.attributes or {}),
         "links": [f"{link.context.span_id:016x}" for link in span.links],
         "status": span.status.status_code.name,
+        "description": span.status.description,
     }
 
 

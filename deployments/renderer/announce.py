@@ -13,16 +13,17 @@ _BODY = (
 )
 
 
-def first_request(url: str, model: str) -> str:
+def first_request(url: str, model: str, with_key: bool = False) -> str:
     """A shell command that sends an image and prints the answer."""
     image = ROOT / "examples" / "digits-3141.png"
+    key = ' -H "Authorization: Bearer $API_KEY"' if with_key else ""
     return (
         f"printf '{_BODY % model}' \"$(base64 -w0 {image})\" | "
-        f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d @-"
+        f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d @-"
     )
 
 
-def announce(model: str, timeout_s: float = 60.0) -> None:
+def announce(model: str, with_key: bool = False, timeout_s: float = 60.0) -> None:
     """Wait until `/health` answers through the proxy, then log how to send a first request."""
     import httpx
     from ray.serve.context import _get_global_client
@@ -40,4 +41,4 @@ def announce(model: str, timeout_s: float = 60.0) -> None:
             pass
         time.sleep(0.2)
     logger = logging.getLogger(LOGGER_NAME)
-    logger.info("ready: %s/v1 serves %r. Try:\n%s", url, model, first_request(url, model))
+    logger.info("ready: %s/v1 serves %r. Try:\n%s", url, model, first_request(url, model, with_key))

@@ -104,6 +104,7 @@ class PromptBuilder:
 
     def check_token_ids(self, token_ids: list[int], param: str) -> list[int]:
         """The same token ids of a raw prompt, if the model knows them and none stands for media."""
+        self.check_length(len(token_ids), param)
         vocab_size = self._checkpoint.vocab_size
         for index, token_id in enumerate(token_ids):
             if token_id >= vocab_size:
@@ -155,6 +156,15 @@ class PromptBuilder:
             )
         self.check_length(len(expanded), param)
         return Prompt(tuple(expanded), tuple(items), {image.mm_hash: image.pixels for image in images})
+
+    def describe(self, prompt: Prompt) -> str:
+        """The prompt as text, each image as its mm_hash: for a log that was asked for."""
+        text, end = "", 0
+        for item in prompt.mm_items:
+            before = list(prompt.token_ids[end : item.offset])
+            text += self._tokenizer.decode(before, skip_special_tokens=False) + f"<image {item.mm_hash}>"
+            end = item.offset + item.length
+        return text + self._tokenizer.decode(list(prompt.token_ids[end:]), skip_special_tokens=False)
 
     def check_length(self, num_tokens: int, param: str) -> None:
         """A prompt must leave room for one token at least."""

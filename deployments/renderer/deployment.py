@@ -96,7 +96,8 @@ class RendererDeployment:
         self._renderer = Renderer(config, checkpoint, engine, recorder, store=ray.put)
         self._api = build_api(self._renderer, config, prometheus.render)
         await engine.ready()
-        threading.Thread(target=announce, args=(config.model.name,), name="announce", daemon=True).start()
+        with_key = config.server.needs_key
+        threading.Thread(target=announce, args=(config.model.name, with_key), name="announce", daemon=True).start()
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api

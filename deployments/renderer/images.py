@@ -1,15 +1,13 @@
-"""Images as clients send them: from an `image_url` to bytes, and from bytes to an RGB image.
+"""Images as clients send them: from a data URL to bytes, and from bytes to an RGB image.
 
 Every limit is checked before the work that it bounds: bytes before decoding base64, the header's dimensions before
 decoding pixels. Whatever is wrong with a client's bytes ends as an APIError that says what would be accepted; the
 caller adds which field it was (`APIError.at`).
 """
 
-import asyncio
 import binascii
 import io
 import re
-import urllib.parse
 import warnings
 
 import numpy as np
@@ -24,9 +22,17 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 DECODING = "rgb8;exif-transposed;alpha-over-white;first-frame;16-bit-truncated"
 """How `decode_image` turns bytes into pixels: part of the processor's fingerprint, since it shapes the pixels."""
 
-FETCH_TIMEOUT_S = 10.0
-"""For a remote image, from the connection to its last byte."""
+MAX_READS = 200_000
+"""Of a file, while Pillow looks for its pixels: it reads every chunk or marker in Python, a microsecond and more each,
+and a file of 32 MB can hold eight million. Encoders write a few thousand."""
 
+MAX_JPEG_SCANS = 50
+"""Each scan of a progressive JPEG goes over the whole picture again, and 75 bytes make one. Encoders write 10 or so."""
+
+_MAX_JPEG_SEGMENTS = 10_000
+_JPEG_MARKER = re.compile(rb"\xff+[^\x00\xd0-\xd7\xff]")  # neither a stuffed zero nor a restart within a scan
+
+_PERCENT = tuple((code, chr(int(code[1:], 16))) for code in ("%2B", "%2b", "%2F", "%2f", "%3D", "%3d"))
 _WHITESPACE = str.maketrans("", "", " \t\r\n")
 _DATA_URL = re.compile(r"data:([^,]{0,200}?)(;base64)?,", re.IGNORECASE)
 
@@ -45,11 +51,15 @@ def load_data_url(url: str, settings: MultimodalSettings) -> bytes:
         )
     data = url[match.end() :]
     if len(data) > settings.max_image_bytes * 2:  # base64 takes 4/3, with line breaks a little more
-        raise _too_many_bytes(f"more than {len(data) * 3 // 4:,}", settings)
-    if "%" in data:
-        data = urllib.parse.unquote(data)
+        raise too_many_bytes(f"more than {settings.max_image_bytes:,}", settings)
+    if "%" in data:  # only what base64 has: a general unquoting takes seconds and gigabytes for 20 MB of %41
+        for code, character in _PERCENT:
+            data = data.replace(code, character)
     if any(character in data for character in " \t\r\n"):
         data = data.translate(_WHITESPACE)
+    size = len(data) * 3 // 4 - data[-2:].count("=")
+    if size > settings.max_image_bytes:
+        raise too_many_bytes(f"{size:,}", settings)
     try:
         content = binascii.a2b_base64(data, strict_mode=True)
     except (binascii.Error, ValueError) as error:
@@ -62,75 +72,15 @@ def check_size(content: bytes, settings: MultimodalSettings) -> bytes:
     if not content:
         raise APIError("the image is empty", code="invalid_image")
     if len(content) > settings.max_image_bytes:
-        raise _too_many_bytes(f"{len(content):,}", settings)
+        raise too_many_bytes(f"{len(content):,}", settings)
     return content
 
 
-def _too_many_bytes(size: str, settings: MultimodalSettings) -> APIError:
+def too_many_bytes(size: str, settings: MultimodalSettings) -> APIError:
     return APIError(
         f"the image has {size} bytes: at most {settings.max_image_bytes:,} are accepted (multimodal.max_image_bytes)",
         code="image_too_large",
     )
-
-
-async def fetch(url: str, settings: MultimodalSettings) -> bytes:
-    """The bytes behind an http(s) URL, whose host must be listed in multimodal.allowed_url_hosts.
-
-    Redirects are not followed and proxies of the environment not used: the host that was checked is the one asked.
-    """
-    _check_url(url, settings)
-    import httpx  # needed by few, and 0.1 s to import
-
-    body = bytearray()
-    try:
-        async with asyncio.timeout(FETCH_TIMEOUT_S):
-            async with (
-                httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=FETCH_TIMEOUT_S) as client,
-                client.stream("GET", url, headers={"Accept": "image/*", "Accept-Encoding": "identity"}) as response,
-            ):
-                if response.status_code != 200:
-                    hint = " (redirects are not followed)" if response.is_redirect else ""
-                    raise APIError(
-                        f"the server of {shorten(url)} answered {response.status_code}{hint}: expected 200",
-                        code="image_fetch_failed",
-                    )
-                async for chunk in response.aiter_bytes():
-                    body += chunk
-                    if len(body) > settings.max_image_bytes:
-                        raise _too_many_bytes(f"more than {settings.max_image_bytes:,}", settings)
-    except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        reason = (
-            f"no answer within {FETCH_TIMEOUT_S:.0f} s" if isinstance(error, TimeoutError) else type(error).__name__
-        )
-        raise APIError(f"{shorten(url)} could not be fetched: {reason}", code="image_fetch_failed") from None
-    return check_size(bytes(body), settings)
-
-
-def _check_url(url: str, settings: MultimodalSettings) -> None:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        host, scheme = (parts.hostname or "").lower(), parts.scheme.lower()
-        userinfo = parts.username is not None or parts.password is not None
-    except ValueError:
-        raise APIError(f"{shorten(url)}: not a URL", code="invalid_image_url") from None
-    if scheme not in ("http", "https"):
-        raise APIError(
-            f"{shorten(url)}: scheme {shorten(scheme)} is not supported: expected a data: URL"
-            + (", or http(s) to an allowed host" if settings.allowed_url_hosts else ""),
-            code="invalid_image_url",
-        )
-    if not settings.allowed_url_hosts:
-        raise APIError(
-            f"{shorten(url)}: this server does not fetch images: send a data: URL, or list the host in the "
-            "setting multimodal.allowed_url_hosts",
-            code="image_url_not_allowed",
-        )
-    if userinfo or host not in {allowed.lower() for allowed in settings.allowed_url_hosts}:
-        raise APIError(
-            f"{shorten(url)}: host {shorten(host)} is not allowed: expected one of "
-            f"{', '.join(settings.allowed_url_hosts)} (multimodal.allowed_url_hosts), without user name or password",
-            code="image_url_not_allowed",
-        )
 
 
 def decode_image(content: bytes, settings: MultimodalSettings) -> Image.Image:
@@ -138,26 +88,76 @@ def decode_image(content: bytes, settings: MultimodalSettings) -> Image.Image:
 
     Slow: call it in a worker thread. A decoder may fail on bad bytes with nearly any exception; each is the client's.
     """
+    image = _open(content, settings)
+    if image.format in ("JPEG", "MPO"):
+        _check_scans(content)
+    try:
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image)
+    except APIError:
+        raise
+    except Exception as error:
+        raise APIError(
+            f"the {image.format} image is truncated or corrupted ({type(error).__name__}: {shorten(str(error))})",
+            code="invalid_image",
+        ) from None
+
+
+def read_dimensions(content: bytes, settings: MultimodalSettings) -> tuple[int, int]:
+    """(width, height) as the header says, if they are accepted. Slow for a hostile file: call it in a worker thread."""
+    return _open(content, settings).size
+
+
+class _BoundedReader(io.BytesIO):
+    """A file that ends with an error behind MAX_READS reads."""
+
+    _reads_left = MAX_READS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise APIError("the image consists of far too many pieces", code="invalid_image")
+        return super().read(size)
+
+
+def _open(content: bytes, settings: MultimodalSettings) -> Image.Image:
+    """The image's header, nothing decoded, its dimensions checked."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns about what is checked here
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            image = Image.open(_BoundedReader(content), formats=FORMATS)
     except Image.DecompressionBombError:  # Pillow's own limit, 178,956,970 pixels
         raise _bad_dimensions("the image has far too many pixels", settings) from None
+    except APIError:
+        raise
     except Exception:
         raise APIError(
             f"not an image in a known format, or cut off in its header: expected one of {', '.join(FORMATS)}",
             code="invalid_image_format",
         ) from None
     _check_dimensions(image, settings)
-    try:
-        image.load()
-        return _to_rgb(ImageOps.exif_transpose(image))
-    except Exception as error:
-        raise APIError(
-            f"the {image.format} image is truncated or corrupted ({type(error).__name__}: {shorten(str(error))})",
-            code="invalid_image",
-        ) from None
+    return image
+
+
+def _check_scans(content: bytes) -> None:
+    """Of the first picture in a JPEG file; thumbnails in its metadata, and what lies behind its end, do not count."""
+    scans, position = 0, 2
+    for _ in range(_MAX_JPEG_SEGMENTS):
+        match = _JPEG_MARKER.search(content, position)
+        if match is None or match[0][-1] == 0xD9:  # end of image
+            return
+        position = match.end()
+        if match[0][-1] in (0x01, 0xD8):  # markers without a length
+            continue
+        scans += match[0][-1] == 0xDA
+        if scans > MAX_JPEG_SCANS:
+            break
+        position += max(2, int.from_bytes(content[position : position + 2]))
+    raise APIError(
+        f"the JPEG image consists of far too many pieces: at most {MAX_JPEG_SCANS} scans are accepted",
+        code="invalid_image",
+    )
 
 
 def _check_dimensions(image: Image.Image, settings: MultimodalSettings) -> None:
@@ -188,7 +188,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, rgba).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:

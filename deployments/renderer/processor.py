@@ -36,22 +36,37 @@ class ImageProcessor:
         ).digest()
         """Of everything beside the image's bytes that shapes the pixels: processor class and settings, model id."""
 
-    def mm_hash(self, content: bytes) -> str:
-        """The image's key in every cache, 64 hex digits: over its raw bytes, so that a hit decodes nothing."""
+    def mm_hash(self, content: bytes, salt: str | None = None) -> str:
+        """The image's key in every cache, 64 hex digits: over its raw bytes, so that a hit decodes nothing.
+
+        Under different salts one image is different ones, in every cache.
+        """
         hasher = blake3.blake3(self.fingerprint)
+        if salt is not None:
+            hasher.update(b"salt\0" + blake3.blake3(salt.encode(errors="surrogatepass")).digest())
         hasher.update(b"image\0")
         hasher.update(content)
         return hasher.hexdigest()
+
+    def num_embeddings(self, width: int, height: int) -> int:
+        """Of an image of so many pixels, without having it. Raises APIError for a shape that the model cannot take."""
+        try:
+            return int(self._processor.get_number_of_image_patches(height, width)) // self._merge_area
+        except ValueError as error:
+            raise _refused(width, height, error) from None
 
     def process(self, image: Image.Image) -> ProcessedImage:
         """Resize, normalize and cut into patches. Slow (10 ms for 448x448): call it in a worker thread."""
         try:
             output = self._processor(images=[image], return_tensors="np")
         except ValueError as error:  # a shape that it refuses
-            raise APIError(
-                f"the model cannot take an image of {image.width} x {image.height} pixels: {error}",
-                code="invalid_image_dimensions",
-            ) from None
+            raise _refused(image.width, image.height, error) from None
         t, h, w = (int(size) for size in output["image_grid_thw"][0])
         pixels = np.ascontiguousarray(output["pixel_values"], dtype=np.float32)
         return ProcessedImage(pixels, (t, h, w), t * h * w // self._merge_area)
+
+
+def _refused(width: int, height: int, error: ValueError) -> APIError:
+    return APIError(
+        f"the model cannot take an image of {width} x {height} pixels: {error}", code="invalid_image_dimensions"
+    )

@@ -57,6 +57,11 @@ class ProcessorCache:
     def __contains__(self, mm_hash: str) -> bool:
         return mm_hash in self._entries
 
+    def num_embeddings(self, mm_hash: str) -> int | None:
+        """Of an image that is here; None where it is not. No lookup: nothing is counted or kept longer."""
+        entry = self._entries.get(mm_hash)
+        return None if entry is None else entry.num_embeddings
+
     async def get(
         self,
         mm_hash: str,

@@ -7,19 +7,42 @@ Nothing is ignored: a parameter is either a field here, or known and accepted on
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-MAX_MESSAGES = 16384
-MAX_STOP_STRINGS = 32
-MAX_STOP_LENGTH = 256
-"""Characters of one stop string."""
-MAX_CHOICES = 128
-"""Of one request, over all its prompts."""
-MAX_PROMPTS = 128
+from configs.engine import LimitSettings
+
 MAX_LOGPROBS = 20
-MAX_PROMPT_TOKENS = 4_000_000
-"""Token ids in one list, before any is looked at; model.max_model_len bounds what is served."""
+"""OpenAI's own bound."""
+
+DEFAULT_LIMITS = LimitSettings()
+
+
+def _at_most(setting: str, unit: str = "") -> BeforeValidator:
+    """Refuses a longer list or string, or a larger number, than `limits.<setting>` says, before looking into it.
+
+    The settings come as pydantic's validation context; without one the defaults hold.
+    """
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        limit = getattr(info.context or DEFAULT_LIMITS, setting)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        size = value if is_number else len(value) if isinstance(value, list | str) else 0
+        if size > limit:
+            raise PydanticCustomError("limit", f"at most {limit}{unit} are accepted (limits.{setting})")
+        return value
+
+    return BeforeValidator(check)
+
 
 ANY = object()
 """Marks a parameter that never changes an answer, whatever its value."""
@@ -148,7 +171,7 @@ class Message(Body):
     content: Content
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1), _at_most("max_messages")]
 
 
 class StreamOptions(Body):
@@ -161,9 +184,9 @@ def _as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopString = Annotated[str, Field(min_length=1), _at_most("max_stop_length", " characters")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class SamplingBody(Body):
@@ -178,11 +201,11 @@ class SamplingBody(Body):
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
-        Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None,
+        Annotated[list[StopString], Field(fail_fast=True), _at_most("max_stop_strings")] | None,
         BeforeValidator(_as_list, json_schema_input_type=str | list[StopString] | None),
     ] = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _at_most("max_stop_strings")] | None = None
+    n: Annotated[int, Field(ge=1), _at_most("max_choices")] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
@@ -254,8 +277,8 @@ def _prompt_kind(prompt: Any) -> str | None:
 Prompt = Annotated[
     Annotated[str, Tag("#string")]
     | Annotated[TokenIds, Tag("#tokens")]
-    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("#strings")]
-    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("#token_lists")],
+    | Annotated[list[str], Field(fail_fast=True), _at_most("max_prompts"), Tag("#strings")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), _at_most("max_prompts"), Tag("#token_lists")],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt",

@@ -59,7 +59,7 @@ class RequestScope:
             self.span.set({_FINISH_REASONS: ["abort"]})
         else:
             self.span.set(_failure(error))
-            self.span.fail(str(error) or repr(error))
+            self.span.fail(_why(error))
         self.span.end()
 
     def follow(
@@ -84,7 +84,7 @@ async def _follow(
     except Exception as error:
         unfinished = "error"
         span.set(_failure(error))
-        span.fail(str(error) or repr(error))
+        span.fail(_why(error))
         raise
     finally:
         span.set(
@@ -96,6 +96,13 @@ async def _follow(
         )
         span.end()
         await close(deltas)
+
+
+def _why(error: BaseException) -> str:
+    """In words; what a client did wrong without what it wrote, which the message quotes."""
+    if isinstance(error, APIError) and error.status < 500:
+        return f"{error.code or error.status}: {error.param or 'the request'}"
+    return str(error) or repr(error)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

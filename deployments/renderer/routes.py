@@ -3,6 +3,7 @@
 import asyncio
 import importlib.metadata
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -11,16 +12,20 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from configs.engine import EngineConfig
+from configs.engine import EngineConfig, ServerSettings
 from deployments.renderer import protocol, responses
+from deployments.renderer.api_keys import ApiKeys, KeyMiddleware
 from deployments.renderer.disconnect import EventStream, ReceiveMiddleware, while_connected
 from deployments.renderer.engine_client import EngineUnavailableError
 from deployments.renderer.errors import APIError
 from deployments.renderer.serving import Renderer
 from deployments.renderer.validation import parse_body
+from telemetry.logs import LOGGER_NAME
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER_NAME)
 
 B = TypeVar("B", bound=protocol.Body)
 
@@ -30,22 +35,33 @@ PARSE_INLINE_BYTES = 1024**2
 
 def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable[[], tuple[bytes, str]]) -> FastAPI:
     """The application. `render_metrics` gives the body of /metrics and its content type; it runs in a worker thread."""
-    api = FastAPI(title="trn-vision-serve", version=_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
+    api = FastAPI(
+        title="trn-vision-serve",
+        version=_version(),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=_ERRORS,
+    )
+    api.add_middleware(FailureMiddleware)
     api.add_middleware(ReceiveMiddleware)
+    keys = ApiKeys.load(config.server, os.environ)
+    if keys is not None:
+        api.add_middleware(KeyMiddleware, keys=keys, open_paths=_open_paths(config.server))
     _add_error_handlers(api)
 
     async def parsed(request: Request, model: type[B]) -> B:
         content = await _read_body(request, config.server.max_body_bytes)
         if len(content) < PARSE_INLINE_BYTES:
-            return parse_body(model, content)
-        return await asyncio.to_thread(parse_body, model, content)
+            return parse_body(model, content, config.limits)
+        return await asyncio.to_thread(parse_body, model, content, config.limits)
 
-    @api.post("/v1/chat/completions", openapi_extra=_takes(protocol.ChatCompletionRequest))
+    @api.post("/v1/chat/completions", openapi_extra=_takes(protocol.ChatCompletionRequest), responses=_STREAMS)
     async def chat_completions(request: Request) -> Response:
         body = await parsed(request, protocol.ChatCompletionRequest)
         return await while_connected(request, _respond(renderer.chat(body, _trace_context(request))))
 
-    @api.post("/v1/completions", openapi_extra=_takes(protocol.CompletionRequest))
+    @api.post("/v1/completions", openapi_extra=_takes(protocol.CompletionRequest), responses=_STREAMS)
     async def completions(request: Request) -> Response:
         body = await parsed(request, protocol.CompletionRequest)
         return await while_connected(request, _respond(renderer.complete(body, _trace_context(request))))
@@ -67,7 +83,7 @@ def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable
         renderer.check_model(name)
         return _json(renderer.models().data[0])
 
-    @api.get("/health")
+    @api.get("/health", response_class=Response)
     async def health() -> Response:
         if not await renderer.engine.health():
             raise APIError("the engine is not ready", status=503, code="engine_unavailable")
@@ -77,14 +93,21 @@ def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable
     async def version() -> dict[str, str]:
         return {"version": _version()}
 
-    @api.get("/metrics")
+    @api.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
+        if config.server.metrics == "off":
+            raise APIError("metrics are off: set server.metrics to key or open", status=403, code="metrics_off")
         content, content_type = await asyncio.to_thread(render_metrics)
         return Response(content, headers={"Content-Type": content_type})
 
     _add_reset_routes(api, renderer, config.server.development_mode)
-    api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
+    api.openapi = lambda: _openapi(api, with_keys=keys is not None)  # type: ignore[method-assign]
     return api
+
+
+def _open_paths(settings: ServerSettings) -> frozenset[str]:
+    """What needs no API key. Load balancers ask for health, and know none."""
+    return frozenset({"/health"} | ({"/metrics"} if settings.metrics == "open" else set()))
 
 
 def _add_reset_routes(api: FastAPI, renderer: Renderer, development_mode: bool) -> None:
@@ -96,19 +119,19 @@ def _add_reset_routes(api: FastAPI, renderer: Renderer, development_mode: bool) 
                 code="development_mode_off",
             )
 
-    @api.post("/reset_prefix_cache")
+    @api.post("/reset_prefix_cache", response_class=Response)
     async def reset_prefix_cache() -> Response:
         check()
         await renderer.engine.reset_prefix_cache()
         return Response()
 
-    @api.post("/reset_mm_cache")
+    @api.post("/reset_mm_cache", response_class=Response)
     async def reset_mm_cache() -> Response:
         check()
         renderer.processor_cache.reset()
         return Response()
 
-    @api.post("/reset_encoder_cache")
+    @api.post("/reset_encoder_cache", response_class=Response)
     async def reset_encoder_cache() -> Response:
         check()
         await renderer.engine.reset_encoder_cache()
@@ -141,9 +164,30 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def on_disconnect(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nobody reads it
 
-    @api.exception_handler(Exception)
-    async def on_exception(request: Request, error: Exception) -> Response:
-        return _error(APIError("the server failed; the request may be sent again", status=500, code="internal_error"))
+
+class FailureMiddleware:
+    """What nothing else has handled is logged, and becomes a 500. Starlette's own handling raises it once more behind
+    the response, and the server then closes the connection under the client's next request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception:
+            if begun or scope["type"] != "http":
+                raise
+            logger.exception("%s failed", scope["method"])
+            error = APIError("the server failed; the request may be sent again", status=500, code="internal_error")
+            await _error(error)(scope, receive, send)
 
 
 async def _respond(answer: Coroutine[Any, Any, responses.Response | AsyncGenerator[bytes, None]]) -> Response:
@@ -199,13 +243,39 @@ def _version() -> str:
         return "0+unknown"
 
 
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": description,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+    for status, description in (("4XX", "The request has to change."), ("503", "The engine is not ready; try again."))
+}
+_STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+
+
 def _takes(model: type[BaseModel]) -> dict[str, Any]:
     """OpenAPI's description of a body that the route parses itself."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _openapi(api: FastAPI) -> dict[str, Any]:
+def _openapi(api: FastAPI, *, with_keys: bool) -> dict[str, Any]:
     if api.openapi_schema is None:
         document = get_openapi(title=api.title, version=api.version, routes=api.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
@@ -218,5 +288,9 @@ def _openapi(api: FastAPI) -> dict[str, Any]:
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[model.__name__] = schema
+        schemas["Error"] = _ERROR_SCHEMA
+        if with_keys:
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
         api.openapi_schema = document
     return api.openapi_schema

@@ -1,6 +1,7 @@
 """Renderer: what the HTTP routes call. From a parsed body to engine requests, and back to an answer."""
 
 import asyncio
+import logging
 import os
 import random
 import time
@@ -14,17 +15,18 @@ import numpy as np
 
 from actors.messages import EngineRequest, SamplingParams
 from configs.engine import EngineConfig
-from deployments.renderer import answers, generation, images
+from deployments.renderer import answers, generation
 from deployments.renderer.answers import Answer, ChatFormat, CompletionFormat, Format
-from deployments.renderer.chat import ImageSource, Prompt, PromptBuilder, find_images, num_characters
+from deployments.renderer.chat import Prompt, PromptBuilder, find_images, num_characters
 from deployments.renderer.checkpoint import Checkpoint
 from deployments.renderer.detokenizer import Detokenizer
 from deployments.renderer.engine_client import EngineClient
 from deployments.renderer.errors import APIError, shorten
-from deployments.renderer.processor import ImageProcessor, ProcessedImage
-from deployments.renderer.processor_cache import CachedImage, ProcessorCache
+from deployments.renderer.image_loader import ImageLoader
+from deployments.renderer.network import Network
+from deployments.renderer.processor import ImageProcessor
+from deployments.renderer.processor_cache import ProcessorCache
 from deployments.renderer.protocol import (
-    MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -37,12 +39,13 @@ from deployments.renderer.request_scope import RequestScope
 from deployments.renderer.responses import Detokenized, Model, ModelList, Response, Tokenized
 from deployments.renderer.tokenizer import PromptTokenizer
 from telemetry import spans
-from telemetry.probe import mm_cache_probe
+from telemetry.logs import LOGGER_NAME
 from telemetry.recorder import Recorder
+
+logger = logging.getLogger(LOGGER_NAME)
 
 INLINE_CHARACTERS = 16_384
 """Shorter work is done on the event loop: a worker thread costs more than the milliseconds that it would save."""
-INLINE_URL = 262_144
 
 
 class Renderer:
@@ -55,17 +58,19 @@ class Renderer:
         engine: EngineClient,
         recorder: Recorder,
         store: Callable[[np.ndarray], Any] = lambda pixels: pixels,
+        network: Network | None = None,
     ) -> None:
+        """`network`: where remote images come from; None: the internet."""
         self._config = config
         self._checkpoint = checkpoint
         self.engine = engine
         self._executor = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="renderer")
         self._tokenizer = PromptTokenizer(checkpoint.tokenizer)
         self._prompts = PromptBuilder(checkpoint, self._tokenizer, config.model.max_model_len)
-        self._processor = ImageProcessor(checkpoint.image_processor, config.model.name)
         self.processor_cache = ProcessorCache(config.processor_cache.max_bytes, recorder, self._executor, store)
+        processor = ImageProcessor(checkpoint.image_processor, config.model.name)
+        self._images = ImageLoader(config.multimodal, processor, self.processor_cache, self._executor, network)
         self._recorder = recorder
-        self._probe = mm_cache_probe("processor")
         show_counters(recorder)
         self._created = int(time.time())
 
@@ -96,8 +101,9 @@ class Renderer:
         scope = RequestScope.begin(f"chatcmpl-{uuid.uuid4().hex}", trace_context, body)
         try:
             self.check_model(body.model)
+            self._check_choices(body, 1)
             prompt = await self._chat_prompt(
-                body.messages, body.add_generation_prompt, body.continue_final_message, scope
+                body.messages, body.add_generation_prompt, body.continue_final_message, scope, body.cache_salt
             )
             max_tokens = self._prompts.max_tokens(prompt, body.limit, "messages")
             return await self._answer(body, ChatFormat(), [prompt], [max_tokens], body.num_logprobs, scope)
@@ -119,7 +125,21 @@ class Renderer:
             scope.fail(error)
             raise
 
+    def _check_choices(self, body: SamplingBody, num_prompts: int) -> None:
+        """Choices come to the engine all at once: more than may wait there would find its queue full every time."""
+        limit, setting = self._config.limits.max_choices, "limits.max_choices"
+        if self._config.scheduler.max_waiting_requests < limit:
+            limit, setting = self._config.scheduler.max_waiting_requests, "scheduler.max_waiting_requests"
+        if (body.n or 1) * num_prompts > limit:
+            raise APIError(
+                f"n = {body.n or 1} for {num_prompts} prompts: at most {limit} choices ({setting}) are accepted in one "
+                "request",
+                param="n",
+                code="invalid_value",
+            )
+
     async def _raw_prompts(self, body: CompletionRequest) -> list[Prompt]:
+        self._check_choices(body, len(body.prompts))
         prompts = []
         for index, given in enumerate(body.prompts):
             param = "prompt" if len(body.prompts) == 1 else f"prompt[{index}]"
@@ -155,6 +175,13 @@ class Renderer:
 
     async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
         self.check_model(body.model)
+        limit = self._config.model.max_model_len
+        if len(body.tokens) > limit:
+            raise APIError(
+                f"tokens: {len(body.tokens)} token ids: at most {limit} are accepted (model.max_model_len)",
+                param="tokens",
+                code="context_length_exceeded",
+            )
         for index, token_id in enumerate(body.tokens):
             if token_id >= self._checkpoint.vocab_size:
                 raise APIError(
@@ -166,7 +193,12 @@ class Renderer:
         return Detokenized(prompt=await self._slowly(decode, inline=len(body.tokens) < INLINE_CHARACTERS))
 
     async def _chat_prompt(
-        self, messages: list[Message], add_prompt: bool | None, continue_final: bool | None, scope: RequestScope
+        self,
+        messages: list[Message],
+        add_prompt: bool | None,
+        continue_final: bool | None,
+        scope: RequestScope,
+        salt: str | None = None,
     ) -> Prompt:
         sources = find_images(messages)
         limit = self._config.multimodal.max_images_per_prompt
@@ -186,35 +218,12 @@ class Renderer:
         )
         token_ids = await self._slowly(encode, inline=sum(64 + num_characters(m) for m in messages) < INLINE_CHARACTERS)
         self._prompts.check_length(len(token_ids), "messages")  # before any image is looked at
-        loaded = await asyncio.gather(*(self._load_image(source, scope) for source in sources))
+
+        def check(num_embeddings: int) -> None:  # each image has one placeholder token now
+            self._prompts.check_length(len(token_ids) - len(sources) + num_embeddings, "messages")
+
+        loaded = await self._images.load(sources, scope, salt if self._config.multimodal.salt_images else None, check)
         return self._prompts.build(token_ids, loaded, "messages")
-
-    async def _load_image(self, source: ImageSource, scope: RequestScope) -> CachedImage:
-        settings = self._config.multimodal
-        try:
-            with spans.span("mm: hash", scope.context):
-                if source.url[:5].lower() == "data:":
-                    load = partial(images.load_data_url, source.url, settings)
-                    content = await self._slowly(load, inline=len(source.url) < INLINE_URL)
-                else:
-                    content = await images.fetch(source.url, settings)
-                hashing = partial(self._processor.mm_hash, content)
-                mm_hash = await self._slowly(hashing, inline=len(content) < 4 * INLINE_URL)
-
-            def on_lookup(hit: bool) -> None:
-                scope.on_lookup(hit, mm_hash)
-                if self._probe:
-                    self._probe(hit, mm_hash, scope.request_id)
-
-            return await self.processor_cache.get(mm_hash, partial(self._process, content, scope.context), on_lookup)
-        except APIError as error:
-            raise error.at(source.param) from None
-
-    def _process(self, content: bytes, trace: spans.Context) -> ProcessedImage:
-        with spans.span("mm: decode", trace):
-            image = images.decode_image(content, self._config.multimodal)
-        with spans.span("mm: hf_processor", trace):
-            return self._processor.process(image)
 
     async def _answer(
         self,
@@ -226,7 +235,7 @@ class Renderer:
         scope: RequestScope,
     ) -> Response | AsyncGenerator[bytes, None]:
         n = body.n or 1
-        self._check_choices(prompts, n)
+        self._check_waiting_tokens(prompts, n)
         answer = Answer(
             id=scope.request_id,
             model=self._config.model.name,
@@ -235,6 +244,9 @@ class Renderer:
             prompt_tokens=[len(prompt.token_ids) for prompt in prompts],
             num_logprobs=num_logprobs,
         )
+        if self._config.debug.log_prompts:
+            for index, prompt in enumerate(prompts):
+                logger.info("request %s: prompt %d = %r", answer.id, index, self._prompts.describe(prompt))
         seed = body.seed if body.seed is not None else random.getrandbits(62)
         choices = []
         for p, prompt in enumerate(prompts):
@@ -262,22 +274,17 @@ class Renderer:
             return answers.stream(answer, style, deltas, include_usage=body.include_usage)
         return await answers.collect(answer, style, deltas)
 
-    def _check_choices(self, prompts: list[Prompt], n: int) -> None:
-        """Choices come to the engine all at once: more than may wait there would find its queue full every time."""
-        settings = self._config.scheduler
+    def _check_waiting_tokens(self, prompts: list[Prompt], n: int) -> None:
+        """Choices come to the engine all at once: more tokens than may wait there would find its queue full every time."""
+        limit = self._config.scheduler.max_waiting_tokens
         choices, tokens = len(prompts) * n, sum(len(prompt.token_ids) for prompt in prompts) * n
-        if choices > min(MAX_CHOICES, settings.max_waiting_requests):
-            setting = " (scheduler.max_waiting_requests)" if settings.max_waiting_requests < MAX_CHOICES else ""
-            limit = f"{min(MAX_CHOICES, settings.max_waiting_requests)} choices{setting}"
-        elif choices > 1 and tokens > settings.max_waiting_tokens:
-            limit = f"{settings.max_waiting_tokens} prompt tokens over all choices (scheduler.max_waiting_tokens)"
-        else:
-            return
-        raise APIError(
-            f"n = {n} for {len(prompts)} prompts: at most {limit} are accepted in one request",
-            param="n",
-            code="invalid_value",
-        )
+        if choices > 1 and tokens > limit:
+            raise APIError(
+                f"n = {n} for {len(prompts)} prompts: at most {limit} prompt tokens over all choices "
+                "(scheduler.max_waiting_tokens) are accepted in one request",
+                param="n",
+                code="invalid_value",
+            )
 
     def _sampling(self, body: SamplingBody, max_tokens: int, num_logprobs: int | None, seed: int) -> SamplingParams:
         """The body's parameters; where it leaves one out the checkpoint's, else OpenAI's default."""

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from configs.engine import LimitSettings
 from deployments.renderer import protocol
 from deployments.renderer.errors import APIError, shorten
 from deployments.renderer.protocol import Body
@@ -12,10 +13,10 @@ from deployments.renderer.protocol import Body
 B = TypeVar("B", bound=Body)
 
 
-def parse_body(model: type[B], content: bytes) -> B:
+def parse_body(model: type[B], content: bytes, limits: LimitSettings | None = None) -> B:
     """Raises APIError (400) that names the first field that is wrong, its value and what is accepted."""
     try:
-        return model.model_validate_json(content)
+        return model.model_validate_json(content, context=limits)
     except ValidationError as error:
         raise _to_api_error(error.errors(include_url=False)[0], model) from None
     except RecursionError:

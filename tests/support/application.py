@@ -106,6 +106,11 @@ class Application:
         return f"{self._folder.name}/ray/prom_metrics_service_discovery.json"
 
     @property
+    def ray_logs(self) -> Path:
+        """Where every process of this application's Ray cluster writes its logs."""
+        return Path(self._folder.name) / "ray" / "session_latest" / "logs"
+
+    @property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300, max_retries=0)
 

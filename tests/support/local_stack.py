@@ -120,7 +120,8 @@ class Stack:
         self.engine = Engine(self.scheduler, self.gang, stats, check_invariants)
         self.engine.start()
         self.renderer = Renderer(config, load_checkpoint(config), LocalEngineClient(self.engine), recorder)
-        transport = httpx.ASGITransport(build_api(self.renderer, config, lambda: (b"", "text/plain")))
+        self.api = build_api(self.renderer, config, lambda: (b"", "text/plain"))
+        transport = httpx.ASGITransport(self.api)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://stack", timeout=300)
 
     def _count_stats(self) -> None:

@@ -86,6 +86,21 @@ def test_attributes_are_short_whatever_a_client_writes(record: Record) -> None:
     assert len(json.dumps(span)) < 2000
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (APIError("prompt = 'hush'", param="prompt", code="invalid_value"), "invalid_value: prompt"),
+        (APIError("the engine was lost", status=503), "the engine was lost"),
+        (RuntimeError("a bug"), "a bug"),
+    ],
+)
+def test_what_a_client_wrote_is_not_in_a_span(record: Record, error: Exception, why: str) -> None:
+    begin().fail(error)
+    (span,) = record()
+    assert "hush" not in json.dumps(span)
+    assert span["description"] == why
+
+
 def test_what_must_not_be_recorded_is_not_for_any_sampler(record: Record) -> None:
     with spans.span("render: tokenize", spans.UNRECORDED):
         spans.mark("mm: cache_lookup", spans.UNRECORDED, {})
