@@ -11,7 +11,7 @@ import msgspec
 from actors.messages import EngineOutput, EngineRequest
 from configs.engine import EngineConfig
 from deployments.renderer.announce import announce
-from deployments.renderer.engine_client import EngineUnavailableError
+from deployments.renderer.engine_client import EngineLostError, EngineUnavailableError
 from telemetry import prometheus, spans
 from telemetry.logs import configure
 from telemetry.recorder import ENGINE, create_recorder, replica_tags
@@ -25,24 +25,36 @@ HEALTH_TIMEOUT_S = 2.0
 class ServeEngineClient:
     """EngineClient over the Scheduler deployment's handle."""
 
-    def __init__(self, handle: Any, reader: tuple[str, str] | None = None) -> None:
-        """`reader`: name and namespace of this process's actor."""
+    def __init__(self, handle: Any, reader: tuple[str, str] | None = None, wait_s: float = 120.0) -> None:
+        """`reader`: name and namespace of this process's actor. `wait_s`: for a replica that takes a request."""
         # Pixels travel as object references inside the request, so requests go by actor call, not by Serve's gRPC.
         self._handle = handle.options(_by_reference=True)
         self._stream = handle.options(stream=True, _by_reference=True)
         self._reader = reader
+        self._wait_s = wait_s
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         response = self._stream.generate.remote(msgspec.structs.replace(request, reader=self._reader))
         try:
+            await self._taken(response)
             async for output in response:
                 yield output
         except Exception as error:
             if _is_loss(error):
-                raise EngineUnavailableError("the engine was lost; the request may be sent again") from error
+                raise EngineLostError("the engine was lost; the request may be sent again") from error
             raise
         finally:
             response.cancel()
+
+    async def _taken(self, response: Any) -> None:
+        """Returns once a replica has the request: a handle would wait for one for ever."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await response._to_object_ref_gen()
+        except TimeoutError:
+            raise EngineUnavailableError(
+                f"no engine took the request within {self._wait_s:g} s (server.engine_wait_s)"
+            ) from None
 
     async def reset_prefix_cache(self) -> None:
         await self._handle.reset_prefix_cache.remote()
@@ -66,10 +78,20 @@ class ServeEngineClient:
 
 def _is_loss(error: Exception) -> bool:
     """Whether the replica behind a handle is gone, or none takes the call; other errors are its own."""
-    from ray.exceptions import RayActorError
+    from ray import exceptions
     from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
-    return isinstance(error, RayActorError | BackPressureError | DeploymentUnavailableError | ReplicaUnavailableError)
+    return isinstance(
+        error,
+        exceptions.RayActorError
+        | exceptions.NodeDiedError
+        | exceptions.ObjectLostError
+        | exceptions.TaskCancelledError
+        | exceptions.WorkerCrashedError
+        | BackPressureError
+        | DeploymentUnavailableError
+        | ReplicaUnavailableError,
+    )
 
 
 class RendererDeployment:
@@ -88,7 +110,7 @@ class RendererDeployment:
         context = ray.get_runtime_context()
         name = context.get_actor_name()
         assert name is not None, "Serve names its replicas"
-        engine = ServeEngineClient(scheduler, (name, context.namespace))
+        engine = ServeEngineClient(scheduler, (name, context.namespace), config.server.engine_wait_s)
         recorder = create_recorder(config.model, ENGINE, replica_tags())
         self._renderer = Renderer(config, checkpoint, engine, recorder, store=ray.put)
         self._api = build_api(self._renderer, config, prometheus.render)

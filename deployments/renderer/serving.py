@@ -206,9 +206,14 @@ class Renderer:
                 if self._probe:
                     self._probe(hit, mm_hash, scope.request_id)
 
-            return await self.processor_cache.get(mm_hash, partial(self._process, content, scope.context), on_lookup)
+            process = scope.images[mm_hash] = partial(self._process, content, scope.context)
+            return await self.processor_cache.get(mm_hash, process, on_lookup)
         except APIError as error:
             raise error.at(source.param) from None
+
+    async def _renew(self, scope: RequestScope, mm_hash: str, lost: Any) -> Any:
+        """A new reference to the pixels of one of the request's images."""
+        return (await self.processor_cache.renew(mm_hash, lost, scope.images[mm_hash])).pixels
 
     def _process(self, content: bytes, trace: spans.Context) -> ProcessedImage:
         with spans.span("mm: decode", trace):
@@ -264,8 +269,10 @@ class Renderer:
                 )
                 detokenizer = Detokenizer(self._tokenizer, list(body.stop or ()), sampling.min_tokens)
                 counted = RequestMetrics(self._recorder, scope.arrival_clock, len(prompt.token_ids), siblings)
-                choices.append(generation.Choice(p * n + i, request, detokenizer, counted))
-        deltas = generation.run(self.engine, choices, self._checkpoint.eos_token_ids)
+                renew = partial(self._renew, scope)
+                choices.append(generation.Choice(p * n + i, request, detokenizer, counted, renew))
+        wait_s = self._config.server.engine_wait_s
+        deltas = generation.run(self.engine, choices, self._checkpoint.eos_token_ids, wait_s)
         deltas = scope.follow(deltas, sum(answer.prompt_tokens), answer.num_choices)
         if body.stream:
             return answers.stream(answer, style, deltas, include_usage=body.include_usage)
