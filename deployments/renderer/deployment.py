@@ -11,6 +11,7 @@ import msgspec
 from actors.messages import EngineOutput, EngineRequest
 from configs.engine import EngineConfig
 from deployments.renderer.announce import announce
+from deployments.renderer.draining import Drain, DrainMiddleware
 from deployments.renderer.engine_client import EngineLostError, EngineUnavailableError
 from telemetry import prometheus, spans
 from telemetry.logs import configure
@@ -114,8 +115,14 @@ class RendererDeployment:
         recorder = create_recorder(config.model, ENGINE, replica_tags())
         self._renderer = Renderer(config, checkpoint, engine, recorder, store=ray.put)
         self._api = build_api(self._renderer, config, prometheus.render)
+        self._drain = Drain()
+        self._api.add_middleware(DrainMiddleware, drain=self._drain)
         await engine.ready()
         threading.Thread(target=announce, args=(config.model.name,), name="announce", daemon=True).start()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no more requests; returns how many of those at hand are not finished after `timeout_s`."""
+        return await self._drain.finish(timeout_s)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
