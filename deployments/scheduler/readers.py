@@ -23,6 +23,8 @@ def is_alive(reader: Reader) -> bool:
         ray.get_actor(reader[0], reader[1])
     except ValueError:
         return False
+    except Exception:  # Ray cannot say now
+        return True
     return True
 
 

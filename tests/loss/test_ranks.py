@@ -35,6 +35,8 @@ def application(tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Itera
         "encoder_cache": {"num_blocks": 64},
         "server": {"development_mode": True},
     }
+    for stage in ("load.1", "warm_up.2"):  # of the first start and of the second; the third is well
+        (faults / stage).write_text("kill")
     with Application("configs/laptop.yaml", changes, tmp_path_factory.mktemp("ranks") / "serve.log") as application:
         yield application
 
@@ -58,6 +60,14 @@ def forget_everything(application: Application) -> None:
     """So that images are encoded and prompts computed."""
     for cache in ("prefix", "encoder"):
         application.client.post(f"{application.url}/reset_{cache}_cache", cast_to=object)
+
+
+def test_a_start_survives_ranks_that_are_killed(application: Application, faults: Path) -> None:
+    log = application.log.read_text()
+    assert re.search(r"rank 1 .*loaded: .*; starting the gang again", log)
+    assert re.search(r"rank 2 .*; starting the gang again", log)
+    assert not list(faults.iterdir())
+    assert sum(restarts(samples(application)).values()) == 2
 
 
 FAULTS = {
