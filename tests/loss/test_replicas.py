@@ -1,4 +1,7 @@
-"""Scheduler replicas that are killed under streaming clients, and the end by SIGTERM. Two engines of one rank each."""
+"""Scheduler replicas that are killed under streaming clients, and the end by SIGTERM.
+
+Two engines of one rank each, behind HAProxy as `make serve` runs them.
+"""
 
 import json
 import os
@@ -13,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.application import Application
+from tests.support.application import Application, free_port
 from tests.support.clients import MODEL, Clients, Got, blocks, check_counters, image_message, samples, wait_until
 
 SEED = 7000
@@ -28,9 +31,15 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
         "encoder_cache": {"num_blocks": 64},
     }
     log = tmp_path_factory.mktemp("replicas") / "serve.log"
+    environment = {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+    }
     command = (sys.executable, "-m", "deployments.run")
     replicas = {"Renderer": 1, "Scheduler": 2}
-    with Application("configs/laptop.yaml", changes, log, replicas=replicas, command=command) as application:
+    with Application("configs/laptop.yaml", changes, log, environment, replicas, command) as application:
         wait_until(lambda: len(processes(application, "RankActor")) == 2)
         yield application
 
@@ -127,5 +136,6 @@ def test_sigterm_lets_what_runs_finish(application: Application, undisturbed: li
     assert time.monotonic() - begin < 60
     _, alive = psutil.wait_procs(everything, timeout=10)
     assert not {process.pid for process in alive} & {process.pid for process in ranks}
-    assert not [process for process in alive if "ray::" in " ".join(process.cmdline())]
+    left = [" ".join(process.cmdline()) for process in alive]
+    assert not [command for command in left if "ray::" in command or "haproxy" in command]
     assert not segments()
