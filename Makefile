@@ -2,6 +2,7 @@
 # make serve CONFIG=configs/laptop.yaml
 # make compile CONFIG=configs/trn2.yaml   fill the compile cache for a configuration, without serving
 # make test             the fast suite, then the end-to-end suite
+# make test-loss        ranks and replicas killed, stopped and made to fail under streaming clients
 # make test-xla         the Neuron backend on torch_xla's CPU device; creates .venv-xla (7 GB)
 # make fuzz             10,000 hostile cases against the whole request path in one process; a few hundred are in `make test`
 # make soak             everything at once while ranks are killed, MINUTES=30 of it: no wrong answer, leak or error
@@ -20,7 +21,7 @@ MINUTES ?= 30
 SERVE_ENV := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
              RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0
 
-.PHONY: install serve compile test test-fast test-e2e test-xla prometheus fuzz soak bench lint format clean
+.PHONY: install serve compile test test-fast test-e2e test-loss test-xla prometheus fuzz soak bench lint format clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -38,7 +39,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 serve: $(VENV)/.installed
 	@$(BIN)/python -m configs.check $(CONFIG)
 	@if [ -t 1 ]; then export TRN_VISION_SERVE_PROGRESS=bar; fi; \
-	$(SERVE_ENV) exec $(BIN)/serve run $(CONFIG)
+	$(SERVE_ENV) exec $(BIN)/python -m deployments.run $(CONFIG)
 
 compile: $(VENV)/.installed
 	$(BIN)/python -m actors.compile $(CONFIG)
@@ -53,10 +54,13 @@ prometheus:
 	  service prometheus stop > /dev/null 2>&1 || true; }
 
 test-fast: $(VENV)/.installed-test prometheus
-	$(BIN)/python -m pytest -m "not e2e and not xla"
+	$(BIN)/python -m pytest -m "not e2e and not xla and not loss"
 
 test-e2e: $(VENV)/.installed-test prometheus
 	$(BIN)/python -m pytest -m e2e
+
+test-loss: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m loss tests/loss
 
 $(VENV_XLA)/.installed: pyproject.toml
 	@echo "installing torch_xla into $(VENV_XLA)"

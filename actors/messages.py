@@ -101,7 +101,10 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     """With finish_reason "error": what the client should change."""
     error_status: int = 500
-    """HTTP status for `error`: 400 for a request that can never be served, 429 when the engine is full."""
+    """HTTP status for `error`: 400 for a request that can never be served, 429 when the engine is full, 503 when it
+    stopped and another may go on with the request."""
+    lost_mm_hashes: tuple[str, ...] = ()
+    """With status 503: images whose pixels are gone; the request may be sent again with new ones."""
     retry_after_s: float | None = None
     """With `error`: when to come again, where the engine knows."""
 
@@ -196,3 +199,5 @@ class RankOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Of the rank's bookkeeping, in debug mode: equal on every rank after the same step."""
     error: str | None = None
     """A traceback: the step failed on this rank."""
+    missing_ranks: tuple[int, ...] = ()
+    """With `error`: whom this rank waited for in vain. The failure is theirs, not its own."""

@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 
 from actors.compiled_graphs import check_compiled
+from actors.faults import check_fault
 from actors.messages import (
     EncoderCacheOccupancy,
     MMItem,
@@ -129,6 +130,7 @@ class ModelRunner:
                 self._evict(output)
                 self._execute_mm_encoder(output)
                 calls = self._prepare(output)
+            self._check_fault(output.phase)
             with self._stages("forward"):
                 logits = [self._run(call) for call, _ in calls]
             with self._stages("sample"):
@@ -152,6 +154,7 @@ class ModelRunner:
         """Run the graph of one bucket with padding alone."""
         if self._rank != 0:
             time.sleep(command.head_start_s)
+        self._check_fault("warm_up")
         begin = time.monotonic()
         graph, _, size = command.bucket.partition("/")
         if graph == "encode":
@@ -210,6 +213,7 @@ class ModelRunner:
         rounds = pack(patches, self._plan.vision_patches, self._world_size, self._model_config.merge_area)
         encodings = [self._encoding(each, items, absent) for each in rounds]
         if absent:
+            self._check_fault("encode")
             with self._stages("vit_forward"):
                 for encoding in encodings:
                     self._encode(encoding)
@@ -226,11 +230,16 @@ class ModelRunner:
                     rows[first : first + image.num_rows] = torch.tensor(self.encoder_cache.rows(image.mm_hash))
         timeout = self._plan.config.parallel.collective_timeout_s
         mine = vision_round.blocks[self._rank]
-        images = [(self._pixels.take(image.mm_hash, timeout), items[image.mm_hash].grid) for image in mine]
+        images = [(self._take_pixels(items[image.mm_hash], timeout), items[image.mm_hash].grid) for image in mine]
         encodes = bool(mine) or self._plan.kind.same_program
         inputs = self._vision_block(images, vision_round.num_patches) if encodes else None
         used = sum(image.num_patches for image in mine)
         return _Encoding(f"encode/{vision_round.num_patches}", used, inputs, rows)
+
+    def _take_pixels(self, item: MMItem, timeout_s: float) -> np.ndarray:
+        """An image's pixels. Lost ones are zeros, so that the ranks stay in step: nobody gets to read of them."""
+        pixels = self._pixels.take(item.mm_hash, timeout_s)
+        return np.zeros((math.prod(item.grid), self._model_config.patch_dim), np.float32) if pixels is None else pixels
 
     def _vision_block(self, images: Sequence[tuple[np.ndarray, Grid]], num_patches: int) -> VisionBlock:
         prepared = self._family.prepare_vision_block(self._model_config, images, num_patches)
@@ -313,6 +322,9 @@ class ModelRunner:
         return sampled
 
     # Bookkeeping
+
+    def _check_fault(self, stage: str) -> None:
+        check_fault(self._plan.config.debug.fault_dir, stage, self._rank)
 
     def _met_new_shape(self, bucket_name: str) -> None:
         message = f"{bucket_name} was compiled in the middle of a step: the warm-up had not met its shapes"

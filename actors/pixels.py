@@ -10,15 +10,15 @@ class PixelMailbox:
 
     def __init__(self) -> None:
         self._arrived = threading.Condition()
-        self._pixels: dict[str, np.ndarray] = {}
+        self._pixels: dict[str, np.ndarray | None] = {}
 
-    def put(self, mm_hash: str, pixels: np.ndarray) -> None:
-        """`pixels` float32 [patches, patch_dim]."""
+    def put(self, mm_hash: str, pixels: np.ndarray | None) -> None:
+        """`pixels` float32 [patches, patch_dim]; None: they were lost."""
         with self._arrived:
             self._pixels[mm_hash] = pixels
             self._arrived.notify_all()
 
-    def take(self, mm_hash: str, timeout_s: float) -> np.ndarray:
+    def take(self, mm_hash: str, timeout_s: float) -> np.ndarray | None:
         """Wait for an image's pixels and forget them. Raises TimeoutError when they do not come."""
         with self._arrived:
             if not self._arrived.wait_for(lambda: mm_hash in self._pixels, timeout_s):

@@ -52,12 +52,16 @@ class RankActor:
         """Of what this rank's graphs are compiled from; after `take_core`, which sets variables that belong to it."""
         return graphs_digest(self.plan)
 
-    def load(self, collectives: str, rendezvous: str) -> dict[str, float]:
-        """Join the collectives and read this rank's slice of the weights. Returns seconds and bytes."""
+    def load(self, collectives: str, rendezvous: str) -> dict[str, Any]:
+        """Join the collectives and read this rank's slice of the weights. Returns seconds and bytes.
+
+        Where peers did not join: `missing_ranks` and `error` instead.
+        """
         import torch
 
+        from actors.faults import check_fault
         from actors.model_runner import ModelRunner
-        from neuron.collectives import create_collectives
+        from neuron.collectives import CollectiveError, create_collectives
         from telemetry import logs, spans
         from telemetry.recorder import create_recorder
 
@@ -67,15 +71,22 @@ class RankActor:
         if self.rank == 0:
             spans.configure(f"rank {self.rank}", config.telemetry.spans_file)
         torch.set_num_threads(parallel.threads_per_rank)
-        joined = create_collectives(
-            collectives, self.rank, parallel.world_size, rendezvous, parallel.collective_timeout_s
-        )
+        check_fault(config.debug.fault_dir, "load", self.rank)
+        try:
+            joined = create_collectives(
+                collectives, self.rank, parallel.world_size, rendezvous, parallel.collective_timeout_s
+            )
+        except CollectiveError as error:
+            return {"error": str(error), "missing_ranks": error.missing_ranks}
         recorder = create_recorder(config.model, self.engine, self.ray_tags | {"rank": str(self.rank)})
         self.runner = ModelRunner(self.plan, joined, self.pixels, recorder)
         return {"seconds": time.monotonic() - begin, "bytes": float(self.runner.weight_bytes)}
 
     def put_pixels(self, mm_hashes: list[str], *pixels: Any) -> None:
-        """Take the pixels of the images that this rank encodes; Ray has resolved the references to arrays."""
+        """Take the pixels of the images that this rank encodes; Ray has resolved the references to arrays.
+
+        None stands for pixels that were lost.
+        """
         for mm_hash, array in zip(mm_hashes, pixels, strict=True):
             self.pixels.put(mm_hash, array)
 
@@ -96,6 +107,20 @@ class RankActor:
                 output = self.runner.warm_up(message)
             else:
                 output = self.runner.execute(message)
-        except Exception:
-            output = RankOutput(step_id=message.step_id, rank=self.rank, error=traceback.format_exc())
+        except Exception as error:
+            missing = missing_ranks(error)
+            output = RankOutput(
+                step_id=message.step_id, rank=self.rank, error=traceback.format_exc(), missing_ranks=missing
+            )
         return self._encoder.encode(output)
+
+
+def missing_ranks(error: BaseException) -> tuple[int, ...]:
+    """The ranks that a failed collective waited for in vain; none where the error is another, or this rank's own."""
+    chain: BaseException | None = error
+    while chain is not None:
+        found = getattr(chain, "missing_ranks", None)
+        if found is not None:
+            return tuple(found)
+        chain = chain.__cause__ or chain.__context__
+    return ()

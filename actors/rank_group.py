@@ -27,7 +27,8 @@ from actors.neuron_cores import (
 )
 from actors.plan import EnginePlan
 from actors.rank_actor import RankActor
-from actors.step_channel import ActorCallChannel, RankFailure, SocketChannel, StepChannel
+from actors.rank_processes import end_processes, remove_segments
+from actors.step_channel import ActorCallChannel, RankFailure, SocketChannel, StepChannel, first_line
 from configs.engine import ConfigError
 from neuron.vision_packing import pack
 from telemetry import probe, spans
@@ -37,6 +38,9 @@ logger = logging.getLogger("trn_vision_serve")
 
 _HEAD_START_S = 2.0
 """Enough for rank 0 to trace a graph and take the compile cache's lock on it."""
+
+_GRACE_S = 2.0
+"""How much longer than its ranks' collectives a step may take: their errors say who is missing."""
 
 Report = Callable[[str, int, int, float], None]
 """(stage, done, total, seconds since the stage began)"""
@@ -90,6 +94,10 @@ class RankGroup:
         self.start_figures = StartFigures()
         self._actors: list[Any] = []
         self._pids: list[int] = []
+        """By rank."""
+        self._local_pids: list[int] = []
+        """Of the ranks on this node."""
+        self._rendezvous_name = ""
         self._channel: StepChannel | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankOutput)
@@ -99,31 +107,35 @@ class RankGroup:
     def start(self) -> None:
         """Place, load and warm the gang. Raises RankFailure, ConfigError for NeuronCores that do not fit, or what a
         rank's load raised."""
-        try:
-            self.place_and_load()
-            self._warm_up()
-        except ray.exceptions.RayActorError as error:
-            raise RankFailure(-1, f"died during the start: {error}") from error
+        self.place_and_load()
+        self._warm_up()
 
     def place_and_load(self) -> None:
         """A start without its warm-up."""
         self._load(self._place())
 
     def restart(self) -> None:
-        """Replace every rank: a gang in lockstep cannot lose one alone."""
+        """Replace every rank: a gang in lockstep cannot lose one alone. Raises RankFailure, whatever went wrong."""
         self.shutdown()
-        self.start()
+        try:
+            self.start()
+        except RankFailure:
+            raise
+        except Exception as error:  # the configuration is one that started before
+            raise RankFailure(-1, f"failed to start: {first_line(error)}", "raised", str(error)) from error
 
     def shutdown(self) -> None:
-        """End every rank; its gauges go with it."""
+        """End every rank, also one that is stopped; its gauges go with it."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
         for actor in self._actors:
             ray.kill(actor)
-        for pid in self._pids:
+        end_processes(self._local_pids)
+        for pid in self._local_pids:
             forget_process(pid)
-        self._actors, self._pids = [], []
+        remove_segments(self._rendezvous_name)
+        self._actors, self._pids, self._local_pids, self._rendezvous_name = [], [], [], ""
 
     def _place(self) -> list[str]:
         begin = time.monotonic()
@@ -140,6 +152,8 @@ class RankGroup:
             self._actors.append(remote.options(**options).remote(rank, self.plan, self._engine, self._ray_tags))
         places = self._gather("placed", [actor.describe.remote() for actor in self._actors], begin)
         self._pids = [place["pid"] for place in places]
+        own_node = ray.get_runtime_context().get_node_id()
+        self._local_pids = [place["pid"] for place in places if place["node"] == own_node]
         if self.plan.device == "neuron":
             self._take_cores(places)
         return [place["node"] for place in places]
@@ -172,16 +186,15 @@ class RankGroup:
         collectives = parallel.collectives
         if collectives == "auto":
             collectives = "xla" if self.plan.device == "neuron" else "shared_memory" if local else "gloo"
-        rendezvous = self._rendezvous(collectives)
+        rendezvous = self._rendezvous_name = self._rendezvous(collectives)
         loaded = self._gather("loaded", [actor.load.remote(collectives, rendezvous) for actor in self._actors], begin)
         self.start_figures.load_seconds = time.monotonic() - begin
         self.start_figures.load_bytes = sum(rank["bytes"] for rank in loaded)
         if parallel.step_channel == "socket" or (parallel.step_channel == "auto" and local):
-            channel = SocketChannel(self.world_size)
+            channel = self._channel = SocketChannel(self.world_size, parallel.collective_timeout_s)
             for actor in self._actors:
                 actor.serve.remote(channel.address)
-            channel.accept()
-            self._channel = channel
+            channel.accept(parallel.collective_timeout_s)
         else:
             self._channel = ActorCallChannel(self._actors)
 
@@ -197,11 +210,24 @@ class RankGroup:
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
     def _gather(self, stage: str, answers: list[Any], begin: float) -> list[Any]:
-        """Wait for one answer of every rank, reporting each."""
+        """Wait for one answer of every rank, reporting each. Raises RankFailure, or what a rank raised."""
+        timeout_s = self.config.parallel.start_timeout_s
         pending = list(answers)
         while pending:
-            done, pending = ray.wait(pending, num_returns=1)
-            ray.get(done)
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, begin + timeout_s - time.monotonic()))
+            if not done:
+                rank = answers.index(pending[0])
+                raise RankFailure(rank, f"was not {stage} within {timeout_s:g} s (parallel.start_timeout_s)", "hung")
+            rank = answers.index(done[0])
+            try:
+                answer = ray.get(done[0])
+            except ray.exceptions.RayActorError as error:
+                raise RankFailure(
+                    rank, f"died before it was {stage}: {first_line(error)}", "died", str(error)
+                ) from error
+            if isinstance(answer, dict) and "error" in answer:
+                missing = answer["missing_ranks"]
+                raise RankFailure(min(missing, default=rank), f"was not {stage}: {answer['error']}", "hung")
             self._report(stage, len(answers) - len(pending), len(answers), time.monotonic() - begin)
         return ray.get(answers)
 
@@ -233,14 +259,16 @@ class RankGroup:
     def step(self, output: SchedulerOutput, pixels: Mapping[str, Any], items: list[tuple[str, int]]) -> RankOutput:
         """Run one step on every rank and return rank 0's answer. Raises RankFailure.
 
-        `items`: (mm_hash, patches) of the images to encode, in the message's order; `pixels`: references by mm_hash.
+        `items`: (mm_hash, patches) of the images to encode, in the message's order; `pixels`: references by mm_hash,
+        without those that lead to nothing.
         """
         self._send_pixels(pixels, items)
         answers = self._exchange(output, self.config.parallel.collective_timeout_s)
         if self.config.debug.rank_digest:
             for answer in answers:
                 if answer.digest != answers[0].digest:
-                    raise RankFailure(answer.rank, f"differs from rank 0 after step {output.step_id}: its bookkeeping")
+                    reason = f"differs from rank 0 after step {output.step_id}: its bookkeeping"
+                    raise RankFailure(answer.rank, reason, "differs")
         return answers[0]
 
     def _send_pixels(self, pixels: Mapping[str, Any], items: list[tuple[str, int]]) -> None:
@@ -253,18 +281,43 @@ class RankGroup:
                 wanted.setdefault(rank, []).extend(image.mm_hash for image in block)
         for rank, mm_hashes in wanted.items():
             if mm_hashes:
-                self._actors[rank].put_pixels.remote(mm_hashes, *(pixels[mm_hash] for mm_hash in mm_hashes))
+                self._actors[rank].put_pixels.remote(mm_hashes, *(pixels.get(mm_hash) for mm_hash in mm_hashes))
 
     def _exchange(self, command: SchedulerOutput | WarmUp, timeout_s: float) -> list[RankOutput]:
-        assert self._channel is not None, "step before start"
-        answers = self._channel.exchange(self._encoder.encode(command), timeout_s)
-        outputs = [self._decoder.decode(answer) for answer in answers]
-        for output in outputs:
-            if output.error is not None:
-                raise RankFailure(output.rank, f"raised in step {command.step_id}:\n{output.error}")
-        return outputs
+        """The ranks' answers, by rank. Raises RankFailure that names the rank at whose door it lies."""
+        channel = self._channel
+        assert channel is not None, "step before start"
+        outputs: dict[int, RankOutput] = {}
+        failure: RankFailure | None = None
+        channel.send(self._encoder.encode(command))
+        deadline = time.monotonic() + timeout_s + _GRACE_S
+        while channel.waited_for:
+            answer = channel.receive(deadline - time.monotonic())
+            if answer is None:
+                waited_for = channel.waited_for
+                reason = f"did not answer within {timeout_s:g} s (waiting for ranks {waited_for})"
+                raise failure or RankFailure(waited_for[0], reason, "hung")
+            output = self._decoder.decode(answer)
+            if output.error is None:
+                outputs[output.rank] = output
+            elif not output.missing_ranks:
+                reason = f"raised in step {command.step_id}: {_last_line(output.error)}"
+                raise RankFailure(output.rank, reason, "raised", output.error)
+            elif failure is None:
+                # The missing rank itself may be about to say what became of it, or its socket to close.
+                reason = f"was missing in step {command.step_id}: on rank {output.rank}, {_last_line(output.error)}"
+                failure = RankFailure(output.missing_ranks[0], reason, "hung", output.error)
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if failure is not None:
+            raise failure
+        return [outputs[rank] for rank in range(self.world_size)]
 
     def check(self) -> None:
         """Between steps: raises RankFailure when a rank has gone."""
         if self._channel is not None:
             self._channel.check()
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback: the error itself."""
+    return first_line("\n".join(reversed(text.splitlines())))

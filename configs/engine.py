@@ -61,6 +61,8 @@ class ParallelSettings(Settings):
     """A collective or a step that takes longer ends with an error."""
     compile_timeout_s: float = Field(3600.0, gt=0)
     """NeuronCores: the same for one graph of the warm-up, whose compilation may take many minutes."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """A gang whose ranks are not all placed, or have not all read their weights, after so long has failed to start."""
 
 
 class CompilerSettings(Settings):
@@ -189,6 +191,10 @@ class ServerSettings(Settings):
     """Name of an environment variable of the Renderer's process that holds API keys, separated by spaces or commas.
     With keys from either place, every endpoint but /health asks for `Authorization: Bearer <one of them>`."""
     max_body_bytes: int = Field(64 * 1024**2, ge=1)
+    engine_wait_s: float = Field(120.0, ge=0)
+    """While no Scheduler replica takes a request (the only one is being replaced) it waits so long, then gets 503."""
+    shutdown_timeout_s: float = Field(20.0, ge=0)
+    """On SIGTERM, or when a replica is replaced: requests that run get so long to finish."""
 
     @property
     def needs_key(self) -> bool:
@@ -205,6 +211,8 @@ class DebugSettings(Settings):
     """A graph that meets a new shape after the warm-up fails the step; otherwise it is logged and counted."""
     log_prompts: bool = False
     """Log every request's prompt; without it no log line holds anything that a client wrote."""
+    fault_dir: str | None = None
+    """Tests: a folder of faults that ranks meet, see actors/faults.py."""
 
 
 class TelemetrySettings(Settings):

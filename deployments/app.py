@@ -28,10 +28,14 @@ def build(args: EngineConfig) -> Application:
         placement_group_bundles=[{"CPU": _REPLICA_CPUS}] + [plan.rank_bundle] * args.parallel.world_size,
         placement_group_strategy="STRICT_PACK",
         max_ongoing_requests=4096,
+        health_check_period_s=5,
         health_check_timeout_s=60,
-        graceful_shutdown_timeout_s=10,
+        graceful_shutdown_timeout_s=args.server.shutdown_timeout_s,
     )(SchedulerDeployment)
     renderer = serve.deployment(
-        name="Renderer", ray_actor_options=actor_options, max_ongoing_requests=4096, graceful_shutdown_timeout_s=10
+        name="Renderer",
+        ray_actor_options=actor_options,
+        max_ongoing_requests=4096,
+        graceful_shutdown_timeout_s=args.server.shutdown_timeout_s,
     )(serve.ingress()(RendererDeployment))
     return renderer.bind(args, scheduler.bind(args))

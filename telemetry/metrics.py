@@ -220,6 +220,12 @@ NEW_SHAPES = Metric(
     "Graphs that met a new shape after the warm-up: compiled within a step or, on the CPU, only run.",
     ("bucket_name",),
 )
+RANK_RESTARTS = Metric(
+    "vllm_neuron:rank_restarts",
+    "counter",
+    "Restarts of the gang, all its ranks together, by what one of them had done: died, hung, raised, differs.",
+    ("reason",),
+)
 MODEL_LOAD_TIME = Metric(
     "vllm_neuron:model_load_time_seconds", "gauge", "Until every rank had its weights, in seconds."
 )

@@ -50,11 +50,11 @@ def forget_process(pid: int) -> None:
         file.unlink(missing_ok=True)
 
 
-def _forget_dead_processes() -> None:
-    """Whatever this process replaces, a rank or a replica, may have died without a word; it may have had our id."""
+def _forget_dead_processes(also: int | None = None) -> None:
+    """Whatever died without a word, a rank or a replica, has no gauges any more, nor has the process `also`."""
     for file in Path(os.environ[METRICS_VARIABLE]).glob("gauge_*.db"):
         pid = file.stem.rpartition("_")[2]
-        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
+        if pid == str(also) or not Path("/proc", pid).exists():
             file.unlink(missing_ok=True)
 
 
@@ -64,7 +64,7 @@ class PrometheusExporter:
     def __init__(self, common: Mapping[str, str], max_model_len: int) -> None:
         if METRICS_VARIABLE in os.environ:
             Path(os.environ[METRICS_VARIABLE]).mkdir(parents=True, exist_ok=True)
-            _forget_dead_processes()
+            _forget_dead_processes(also=os.getpid())  # whatever this process replaces may have had its id
         import prometheus_client
 
         registry = prometheus_client.CollectorRegistry()
@@ -108,6 +108,7 @@ def render() -> tuple[bytes, str]:
     import prometheus_client
     from prometheus_client import multiprocess
 
+    _forget_dead_processes()
     registry = prometheus_client.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
     for attempt in range(1, _READ_ATTEMPTS + 1):

@@ -146,6 +146,13 @@ def engine() -> Row:
                 "s",
                 Query(gauge("vllm_neuron:compilation_time_seconds", bucket, over="max"), name),
             ),
+            areas(
+                "Restarts of the gang",
+                "Restarts per second because a rank died, hung, raised or differed: each is a pause for every request. "
+                "The log names the rank and what was computed again.",
+                "suffix:/s",
+                [Query(rate("vllm_neuron:rank_restarts", "model_name, reason"), "{{reason}} {{model_name}}")],
+            ),
             number(
                 "Startup time",
                 "From the replica's start until the engine was ready: how long a new replica takes to help.",

@@ -13,7 +13,8 @@ from actors.messages import EngineOutput, EngineRequest
 from configs.engine import EngineConfig
 from deployments.output_buffer import read_ahead
 from deployments.renderer.announce import announce
-from deployments.renderer.engine_client import EngineUnavailableError
+from deployments.renderer.draining import Drain, DrainMiddleware
+from deployments.renderer.engine_client import EngineLostError, EngineUnavailableError
 from telemetry import prometheus, spans
 from telemetry.logs import configure
 from telemetry.recorder import ENGINE, create_recorder, replica_tags
@@ -27,25 +28,37 @@ HEALTH_TIMEOUT_S = 2.0
 class ServeEngineClient:
     """EngineClient over the Scheduler deployment's handle."""
 
-    def __init__(self, handle: Any, reader: tuple[str, str] | None = None) -> None:
-        """`reader`: name and namespace of this process's actor."""
+    def __init__(self, handle: Any, reader: tuple[str, str] | None = None, wait_s: float = 120.0) -> None:
+        """`reader`: name and namespace of this process's actor. `wait_s`: for a replica that takes a request."""
         # Pixels travel as object references inside the request, so requests go by actor call, not by Serve's gRPC.
         self._handle = handle.options(_by_reference=True)
         self._stream = handle.options(stream=True, _by_reference=True)
         self._reader = reader
+        self._wait_s = wait_s
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         response = self._stream.generate.remote(msgspec.structs.replace(request, reader=self._reader))
         try:
+            await self._taken(response)
             async with aclosing(read_ahead(response)) as outputs:
                 async for output in outputs:
                     yield output
         except Exception as error:
             if _is_loss(error):
-                raise EngineUnavailableError("the engine was lost; the request may be sent again") from error
+                raise EngineLostError("the engine was lost; the request may be sent again") from error
             raise
         finally:
             response.cancel()
+
+    async def _taken(self, response: Any) -> None:
+        """Returns once a replica has the request: a handle would wait for one for ever."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await response._to_object_ref_gen()
+        except TimeoutError:
+            raise EngineUnavailableError(
+                f"no engine took the request within {self._wait_s:g} s (server.engine_wait_s)"
+            ) from None
 
     async def reset_prefix_cache(self) -> None:
         await self._handle.reset_prefix_cache.remote()
@@ -69,10 +82,20 @@ class ServeEngineClient:
 
 def _is_loss(error: Exception) -> bool:
     """Whether the replica behind a handle is gone, or none takes the call; other errors are its own."""
-    from ray.exceptions import RayActorError
+    from ray import exceptions
     from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
-    return isinstance(error, RayActorError | BackPressureError | DeploymentUnavailableError | ReplicaUnavailableError)
+    return isinstance(
+        error,
+        exceptions.RayActorError
+        | exceptions.NodeDiedError
+        | exceptions.ObjectLostError
+        | exceptions.TaskCancelledError
+        | exceptions.WorkerCrashedError
+        | BackPressureError
+        | DeploymentUnavailableError
+        | ReplicaUnavailableError,
+    )
 
 
 class RendererDeployment:
@@ -91,13 +114,19 @@ class RendererDeployment:
         context = ray.get_runtime_context()
         name = context.get_actor_name()
         assert name is not None, "Serve names its replicas"
-        engine = ServeEngineClient(scheduler, (name, context.namespace))
+        engine = ServeEngineClient(scheduler, (name, context.namespace), config.server.engine_wait_s)
         recorder = create_recorder(config.model, ENGINE, replica_tags())
         self._renderer = Renderer(config, checkpoint, engine, recorder, store=ray.put)
         self._api = build_api(self._renderer, config, prometheus.render)
+        self._drain = Drain()
+        self._api.add_middleware(DrainMiddleware, drain=self._drain)
         await engine.ready()
         with_key = config.server.needs_key
         threading.Thread(target=announce, args=(config.model.name, with_key), name="announce", daemon=True).start()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no more requests; returns how many of those at hand are not finished after `timeout_s`."""
+        return await self._drain.finish(timeout_s)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api

@@ -9,9 +9,13 @@ from actors.messages import EngineOutput, EngineRequest
 class EngineUnavailableError(Exception):
     """No engine can take or go on with the request now; clients get 503 with Retry-After (seconds)."""
 
-    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+    def __init__(self, message: str, retry_after: float = 5.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class EngineLostError(EngineUnavailableError):
+    """The engine that had the request cannot go on with it; another one, or the same one later, can."""
 
 
 class EngineClient(Protocol):

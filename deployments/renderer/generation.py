@@ -1,11 +1,12 @@
 """Runs the engine requests of one client request and gives what they say as deltas of text."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from actors.messages import EngineOutput, EngineRequest, TokenLogprobs
+from deployments.renderer.closing import close
+from deployments.renderer.continuation import Renew, follow
 from deployments.renderer.detokenizer import Detokenizer
 from deployments.renderer.engine_client import EngineClient, EngineUnavailableError
 from deployments.renderer.errors import APIError
@@ -20,6 +21,8 @@ class Choice:
     request: EngineRequest
     detokenizer: Detokenizer
     metrics: RequestMetrics
+    renew: Renew | None = None
+    """Makes the pixels of one of its images anew."""
 
 
 @dataclass
@@ -41,13 +44,14 @@ class Delta:
 
 
 async def run(
-    engine: EngineClient, choices: Sequence[Choice], eos_token_ids: Sequence[int]
+    engine: EngineClient, choices: Sequence[Choice], eos_token_ids: Sequence[int], wait_s: float = 0.0
 ) -> AsyncGenerator[Delta, None]:
     """Deltas of all choices as they come. Closing it, or an error in one choice, aborts every engine request.
 
-    Nothing is read from the engine ahead of who reads here. Raises APIError.
+    Nothing is read from the engine ahead of who reads here. A choice whose engine is lost goes on with another, or
+    fails when there is none for `wait_s` seconds. Raises APIError.
     """
-    streams = [_run_choice(engine, choice, eos_token_ids) for choice in choices]
+    streams = [_run_choice(engine, choice, eos_token_ids, wait_s) for choice in choices]
     if len(streams) == 1:
         try:
             async for delta in streams[0]:
@@ -74,9 +78,9 @@ async def run(
 
 
 async def _run_choice(
-    engine: EngineClient, choice: Choice, eos_token_ids: Sequence[int]
+    engine: EngineClient, choice: Choice, eos_token_ids: Sequence[int], wait_s: float
 ) -> AsyncGenerator[Delta, None]:
-    outputs = engine.generate(choice.request)
+    outputs = follow(engine, choice.request, wait_s, choice.renew)
     first = True
     try:
         async for output in outputs:
@@ -89,7 +93,6 @@ async def _run_choice(
             first = False
             if delta.finish_reason is not None:
                 return
-        raise EngineUnavailableError("the engine ended the request without finishing it")
     except EngineUnavailableError as error:
         choice.metrics.on_end("error")
         raise APIError(str(error), status=503, code="engine_unavailable", retry_after=error.retry_after) from error
@@ -132,21 +135,3 @@ def _engine_error(output: EngineOutput) -> APIError:
     status = output.error_status
     message, code = output.error or "the engine failed", codes.get(status, "engine_error")
     return APIError(message, status=status, code=code, retry_after=output.retry_after_s)
-
-
-_closing: set["asyncio.Future[None]"] = set()
-
-
-async def close(*iterators: AsyncIterator[Any], after: Sequence["asyncio.Future[Any]"] = ()) -> None:
-    """Close iterators once `after` is done, to the end even where the caller is being cancelled meanwhile."""
-
-    async def close_each() -> None:
-        await asyncio.gather(*after, return_exceptions=True)
-        for iterator in iterators:
-            if (aclose := getattr(iterator, "aclose", None)) is not None:
-                await aclose()
-
-    task = asyncio.ensure_future(close_each())
-    _closing.add(task)  # asyncio itself holds tasks weakly
-    task.add_done_callback(_closing.discard)
-    await asyncio.shield(task)

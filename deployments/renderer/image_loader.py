@@ -99,7 +99,7 @@ class ImageLoader:
                 self._probe(hit, image.mm_hash, scope.request_id)
 
         with _named(image.source):
-            process = partial(self._process, image.content, scope.context)
+            process = scope.images[image.mm_hash] = partial(self._process, image.content, scope.context)
             return await self._cache.get(image.mm_hash, process, on_lookup)
 
     def _process(self, content: bytes, trace: spans.Context) -> ProcessedImage:

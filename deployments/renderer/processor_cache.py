@@ -81,22 +81,24 @@ class ProcessorCache:
             self._recorder.add(metrics.MM_CACHE_HITS)
             on_lookup(True)
             return entry
-        if self.max_bytes == 0:
+        waits_for_another = mm_hash in self._in_flight
+        if not waits_for_another:
             on_lookup(False)
-            return await self._make(mm_hash, process)
-        task = self._in_flight.get(mm_hash)
-        waits_for_another = task is not None
-        if task is None:
-            on_lookup(False)
-            task = asyncio.create_task(self._make(mm_hash, process))
-            self._in_flight[mm_hash] = task
-            task.add_done_callback(lambda done: self._landed(mm_hash, done))
-        # Shielded: a client that leaves must not take the image from those who wait for it too.
-        entry = await asyncio.shield(task)
+        entry = await self._shared(mm_hash, process)
         if waits_for_another:
             self._recorder.add(metrics.MM_CACHE_HITS)
             on_lookup(True)
         return entry
+
+    async def renew(self, mm_hash: str, lost: Any, process: Callable[[], ProcessedImage]) -> CachedImage:
+        """The image with other pixels than `lost`, a reference that leads to nothing. Counts no query."""
+        entry = self._entries.get(mm_hash)
+        if entry is not None and entry.pixels is not lost:
+            return entry
+        if entry is not None:
+            del self._entries[mm_hash]
+            self.num_bytes -= entry.nbytes
+        return await self._shared(mm_hash, process)
 
     def reset(self) -> None:
         """Forget everything, also what is being processed right now."""
@@ -109,6 +111,18 @@ class ProcessorCache:
         """Assert what must hold between calls."""
         assert self.num_bytes == sum(entry.nbytes for entry in self._entries.values())
         assert self.num_bytes <= self.max_bytes
+
+    async def _shared(self, mm_hash: str, process: Callable[[], ProcessedImage]) -> CachedImage:
+        """What is being made already, or is from now on."""
+        if self.max_bytes == 0:
+            return await self._make(mm_hash, process)
+        task = self._in_flight.get(mm_hash)
+        if task is None:
+            task = asyncio.create_task(self._make(mm_hash, process))
+            self._in_flight[mm_hash] = task
+            task.add_done_callback(lambda done: self._landed(mm_hash, done))
+        # Shielded: a client that leaves must not take the image from those who wait for it too.
+        return await asyncio.shield(task)
 
     async def _make(self, mm_hash: str, process: Callable[[], ProcessedImage]) -> CachedImage:
         generation = self._generation

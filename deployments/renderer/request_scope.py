@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.renderer.errors import APIError
 from deployments.renderer.generation import Delta, close
+from deployments.renderer.processor import ProcessedImage
 from deployments.renderer.protocol import ChatCompletionRequest, CompletionRequest
 from telemetry import spans
 
@@ -34,6 +35,8 @@ class RequestScope:
     mm_cache_queries: int = 0
     """Items looked up in the processor cache for it."""
     mm_cache_hits: int = 0
+    images: dict[str, Callable[[], ProcessedImage]] = field(default_factory=dict)
+    """mm_hash -> makes the image's pixels from its bytes, which are kept as long as they may be lost."""
 
     @classmethod
     def begin(cls, request_id: str, client_headers: Mapping[str, str], body: Body) -> "RequestScope":

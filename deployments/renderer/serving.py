@@ -225,6 +225,10 @@ class Renderer:
         loaded = await self._images.load(sources, scope, salt if self._config.multimodal.salt_images else None, check)
         return self._prompts.build(token_ids, loaded, "messages")
 
+    async def _renew(self, scope: RequestScope, mm_hash: str, lost: Any) -> Any:
+        """A new reference to the pixels of one of the request's images."""
+        return (await self.processor_cache.renew(mm_hash, lost, scope.images[mm_hash])).pixels
+
     async def _answer(
         self,
         body: SamplingBody,
@@ -267,15 +271,17 @@ class Renderer:
                 )
                 detokenizer = Detokenizer(self._tokenizer, list(body.stop or ()), sampling.min_tokens)
                 counted = RequestMetrics(self._recorder, scope.arrival_clock, len(prompt.token_ids), siblings)
-                choices.append(generation.Choice(p * n + i, request, detokenizer, counted))
-        deltas = generation.run(self.engine, choices, self._checkpoint.eos_token_ids)
+                renew = partial(self._renew, scope)
+                choices.append(generation.Choice(p * n + i, request, detokenizer, counted, renew))
+        wait_s = self._config.server.engine_wait_s
+        deltas = generation.run(self.engine, choices, self._checkpoint.eos_token_ids, wait_s)
         deltas = scope.follow(deltas, sum(answer.prompt_tokens), answer.num_choices)
         if body.stream:
             return answers.stream(answer, style, deltas, include_usage=body.include_usage)
         return await answers.collect(answer, style, deltas)
 
     def _check_waiting_tokens(self, prompts: list[Prompt], n: int) -> None:
-        """Choices come to the engine all at once: more tokens than may wait there would find its queue full every time."""
+        """Choices come to the engine all at once: more tokens than may wait there would never fit."""
         limit = self._config.scheduler.max_waiting_tokens
         choices, tokens = len(prompts) * n, sum(len(prompt.token_ids) for prompt in prompts) * n
         if choices > 1 and tokens > limit:

@@ -20,8 +20,11 @@ class SchedulerDeployment:
     def __init__(self, config: EngineConfig) -> None:
         import ray
 
+        from actors.rank_group import RankGroup
+        from actors.step_channel import RankFailure
+        from deployments.scheduler.crash_loop import start_patiently
         from deployments.scheduler.engine import Engine
-        from deployments.scheduler.readers import CheckedGang, Readers
+        from deployments.scheduler.readers import Readers, find_lost
         from deployments.scheduler.scheduler import Scheduler
         from deployments.scheduler.stats import EngineStats
 
@@ -34,14 +37,24 @@ class SchedulerDeployment:
         for line in plan.memory.table():
             logger.info("%s", line)
         tags = replica_tags()
-        group = CheckedGang(
+        group = RankGroup(
             plan, StartReport(), ENGINE, placement_group=ray.util.get_current_placement_group(), ray_tags=tags
         )
-        group.start()
         stats = EngineStats(config, create_recorder(config.model, ENGINE, tags), ENGINE, time.monotonic())
+
+        def on_failure(failure: RankFailure) -> None:
+            logger.error("%s; starting the gang again", failure)
+            stats.record_restart(failure)
+            group.shutdown()
+
+        try:
+            start_patiently(group.start, on_failure)
+        except BaseException:
+            group.shutdown()
+            raise
         figures = group.start_figures
         stats.record_start(time.monotonic() - begin, figures.load_seconds, figures.load_bytes, figures.compile_seconds)
-        self._engine = Engine(Scheduler(config), group, stats, config.debug.check_invariants)
+        self._engine = Engine(Scheduler(config), group, stats, config.debug.check_invariants, find_lost)
         self._engine.start()
         self._readers = Readers(self._engine.drop)
 

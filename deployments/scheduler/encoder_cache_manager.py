@@ -173,6 +173,18 @@ class EncoderCacheManager:
         self.freeable.clear()
         self._num_freeable = 0
 
+    def discard(self, mm_hash: str) -> None:
+        """Free an item that no request references any more, hold window or not; it can't be taken back."""
+        item = self.cached[mm_hash]
+        if item.request_ids:
+            raise RuntimeError(f"mm_hash {mm_hash} is needed by {sorted(item.request_ids)}: they must release it first")
+        del self.cached[mm_hash]
+        if mm_hash in self.freeable:
+            del self.freeable[mm_hash]
+            self._num_freeable -= item.num_blocks
+        self.freed[mm_hash] = None
+        self._return_blocks(item)
+
     def get_freed_mm_hashes(self) -> tuple[str, ...]:
         """What the ranks must free at the next step, in order. Ends the pass: the list is empty afterwards."""
         freed = tuple(self.freed)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from actors.messages import EngineOutput, EngineRequest, RankOutput, SchedulerOutput
 from actors.step_channel import RankFailure
 from deployments.output_buffer import OutputBuffer
+from deployments.scheduler.crash_loop import MAX_FAILURES, CrashLoop
 from deployments.scheduler.request import RequestError
 from deployments.scheduler.scheduler import Scheduler
 from deployments.scheduler.stats import EngineStats, has_token
@@ -25,8 +26,6 @@ logger = logging.getLogger("trn_vision_serve")
 
 IDLE_CHECK_S = 1.0
 """How often an idle engine looks whether its gang is alive."""
-
-RESTART_ATTEMPTS = 3
 
 OnOutput = Callable[[EngineOutput], None]
 
@@ -52,11 +51,21 @@ class _Live:
 class Engine:
     """Runs one Scheduler over one gang. `start` begins the loop; `stop` ends it and the gang."""
 
-    def __init__(self, scheduler: Scheduler, gang: Gang, stats: EngineStats, check_invariants: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        gang: Gang,
+        stats: EngineStats,
+        check_invariants: bool = False,
+        find_lost: Callable[[dict[str, Any]], list[str]] = lambda pixels: [],
+    ) -> None:
+        """`find_lost`: of references to pixels by mm_hash, those that lead to nothing."""
         self._scheduler = scheduler
         self._gang = gang
         self._stats = stats
         self._check_invariants = check_invariants
+        self._find_lost = find_lost
+        self._crash_loop = CrashLoop(time.monotonic())
         self._live: dict[str, _Live] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ending = threading.Lock()
@@ -189,7 +198,13 @@ class Engine:
             return False
         for request_id in output.num_scheduled_tokens:
             self._live[request_id].timeline.on_scheduled(output.clock)
-        answer = self._gang.step(output, *self._encoder_work(output))
+        pixels, items = self._encoder_work(output)
+        for mm_hash in self._find_lost(pixels) if pixels else ():
+            del pixels[mm_hash]
+            self._give_back(mm_hash)
+        answer = self._gang.step(output, pixels, items)
+        if answer.sampled:
+            self._crash_loop.served()
         results = self._scheduler.update_from_output(output, answer.sampled)
         self._stats.record_step(output, answer, self._scheduler)
         for result in results:
@@ -211,6 +226,17 @@ class Engine:
                 pixels[item.mm_hash] = request.pixels[item.mm_hash]
         return pixels, items
 
+    def _give_back(self, mm_hash: str) -> None:
+        """An image's pixels are gone: whoever sent the requests that need it can make them anew.
+
+        The step runs all the same, since the ranks are about to be told of it; what it computes for them is dropped.
+        """
+        error = f"the pixels of image {mm_hash} were lost"
+        request_ids = self._scheduler.forget_image(mm_hash)
+        logger.warning("%s: %d requests go back to their Renderers", error, len(request_ids))
+        for request_id in request_ids:
+            self._refuse(self._live.pop(request_id), error, 503, lost_mm_hashes=(mm_hash,))
+
     def _add(self, live: _Live) -> None:
         if self._ended:
             self._refuse(live, self._why_ended(), 503)
@@ -223,17 +249,24 @@ class Engine:
             return
         self._live[live.request.request_id] = live
 
-    def _refuse(self, live: _Live, error: str, status: int, retry_after_s: float | None = None) -> None:
-        """The request ends here with an error."""
-        self._stats.record_end(live.timeline)
-        request_id = live.request.request_id
+    def _refuse(
+        self,
+        live: _Live,
+        error: str,
+        status: int,
+        retry_after_s: float | None = None,
+        lost_mm_hashes: tuple[str, ...] = (),
+    ) -> None:
+        """The request ends here with an error. With 503 it may go on elsewhere, where its times are recorded."""
+        self._stats.record_end(live.timeline, counts=status != 503)
         live.on_output(
             EngineOutput(
-                request_id=request_id,
+                request_id=live.request.request_id,
                 finish_reason="error",
                 error=error,
                 error_status=status,
                 retry_after_s=retry_after_s,
+                lost_mm_hashes=lost_mm_hashes,
             )
         )
 
@@ -257,19 +290,29 @@ class Engine:
         live.on_output(output)
 
     def _recover(self, failure: RankFailure) -> None:
-        """Start the gang anew and compute again what was lost with it."""
+        """Start the gang anew and compute again what was lost with it. Raises RankFailure from a crash loop."""
         begin = time.monotonic()
-        logger.error("%s; restarting the gang, %d requests will be recomputed", failure, len(self._live))
-        for attempt in range(1, RESTART_ATTEMPTS + 1):
+        lost = self._scheduler.recover()
+        for output in lost.given_up:
+            self._deliver(output)
+        cause, given_up = failure, bool(lost.given_up)
+        while True:
+            logger.error("%s; restarting the gang%s", failure, f"\n{failure.details}" if failure.details else "")
+            if self._crash_loop.failed(time.monotonic(), given_up):
+                logger.error("the gang failed %d times without serving a request: giving up", MAX_FAILURES)
+                raise failure
+            self._stats.record_restart(failure)
             try:
                 self._gang.restart()
                 break
             except RankFailure as again:
-                logger.error("%s while the gang was restarted (attempt %d of %d)", again, attempt, RESTART_ATTEMPTS)
-                if attempt == RESTART_ATTEMPTS:
-                    raise
-        self._scheduler.recover()
-        logger.info("gang restarted in %.1f s", time.monotonic() - begin)
+                failure, given_up = again, False
+        now = time.monotonic()
+        self._crash_loop.restarted(now)
+        logger.warning(
+            "%s: gang restarted in %.1f s; computed again: %d requests, %d tokens; given up: %d requests",
+            *(cause, now - begin, lost.num_requests, lost.num_tokens, len(lost.given_up)),
+        )
 
     def _end(self) -> None:
         """Nothing is computed any more: whoever waits for something hears of it, and who comes later too."""

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from actors.messages import EngineRequest, RankOutput, SchedulerOutput
-from actors.rank_group import RankGroup
-from actors.step_channel import RankFailure
+from actors.messages import EngineRequest
 
 CHECK_S = 0.25
 PIXELS_TIMEOUT_S = 10.0
+"""For all images of a step. One after the other they are looked at only when that was too short for all."""
+ONE_IMAGE_TIMEOUT_S = 1.0
 
 Reader = tuple[str, str]
 """Name and namespace of a Ray actor."""
@@ -23,6 +23,8 @@ def is_alive(reader: Reader) -> bool:
         ray.get_actor(reader[0], reader[1])
     except ValueError:
         return False
+    except Exception:  # Ray cannot say now
+        return True
     return True
 
 
@@ -56,21 +58,17 @@ class Readers:
                     self._drop(request_id)
 
 
-class CheckedGang(RankGroup):
-    """A gang that is not sent a step whose pixels died with their Renderer: its ranks would wait for them in vain."""
-
-    def step(self, output: SchedulerOutput, pixels: Mapping[str, Any], items: list[tuple[str, int]]) -> RankOutput:
-        check_pixels(pixels)
-        return super().step(output, pixels, items)
-
-
-def check_pixels(pixels: Mapping[str, Any]) -> None:
-    """Raises RankFailure where a reference leads to nothing. What is there is mapped, not copied."""
-    if not pixels:
-        return
+def find_lost(pixels: Mapping[str, Any]) -> list[str]:
+    """mm_hashes whose reference leads to nothing. What is there is mapped, not copied."""
     import ray
 
-    try:
-        ray.get(list(pixels.values()), timeout=PIXELS_TIMEOUT_S)
-    except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
-        raise RankFailure(-1, f"cannot be sent the pixels of this step's images: {error}") from error
+    def is_lost(references: list[Any], timeout_s: float) -> bool:
+        try:
+            ray.get(references, timeout=timeout_s)
+        except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
+            return True
+        return False
+
+    if not is_lost(list(pixels.values()), PIXELS_TIMEOUT_S):
+        return []
+    return [mm_hash for mm_hash, reference in pixels.items() if is_lost([reference], ONE_IMAGE_TIMEOUT_S)]

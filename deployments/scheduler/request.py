@@ -82,12 +82,13 @@ class Request:
         # Over the request's whole life: nothing of it is counted or told twice.
         self.block_hashes: list[bytes] = []
         """Prefix hashes of its full blocks, extended as tokens arrive."""
-        self.prefix_counted = False
-        self.counted_items: set[int] = set()
+        continued = bool(source.output_token_ids)  # another engine began it, and counted it
+        self.prefix_counted = continued
+        self.counted_items: set[int] = set(range(len(self.mm_items))) if continued else set()
         """Indices of the items that EncoderCacheStats has counted."""
         self.num_cached_tokens = 0
         """Prompt tokens in the prefix hit when it was first scheduled."""
-        self.cached_tokens_told = False
+        self.cached_tokens_told = continued
         self.last_occurrence = {item.mm_hash: index for index, item in enumerate(self.mm_items)}
         """mm_hash -> index of the last item with it."""
 

@@ -42,6 +42,18 @@ class SchedulerStats:
     """Share of the KV blocks in use, 0 to 1."""
 
 
+@dataclass(frozen=True)
+class Lost:
+    """What a restart of the gang costs."""
+
+    num_requests: int
+    """Running ones, to be computed again."""
+    num_tokens: int
+    """Of theirs whose KV went with the ranks."""
+    given_up: tuple[EngineOutput, ...]
+    """The last outputs of requests that are not tried again."""
+
+
 class Scheduler:
     """Runs many requests over one gang, one step in flight at a time.
 
@@ -188,16 +200,30 @@ class Scheduler:
         """Free every image that no running request needs; the ranks are told at the next step."""
         self.encoder_cache.free_unreferenced()
 
-    def recover(self) -> None:
-        """The gang was restarted with empty caches: compute every running request again from its tokens so far.
+    def forget_image(self, mm_hash: str) -> list[str]:
+        """End the requests that need an image which the step in flight cannot encode; returns their ids.
+
+        What the step stores for it is freed at the next one, and nothing that was computed with it is findable.
+        """
+        request_ids = [request.request_id for request in self.running if mm_hash in request.encoder_refs]
+        for request_id in request_ids:
+            self.abort_request(request_id)
+        self.encoder_cache.discard(mm_hash)
+        return request_ids
+
+    def recover(self) -> Lost:
+        """The gang was lost with its caches: compute every running request again from its tokens so far.
 
         The step in flight is lost: it may be one of its requests that made the gang fail. Metrics count nothing twice.
         """
+        given_up = []
         for request, _ in self._in_flight.scheduled if self._in_flight else ():
             request.failed_steps += 1
             if request.failed_steps >= MAX_FAILED_STEPS and self.abort_request(request.request_id):
                 error = f"the engine failed {MAX_FAILED_STEPS} times while it computed this request"
-                self._outputs.append(EngineOutput(request_id=request.request_id, finish_reason="error", error=error))
+                given_up.append(EngineOutput(request_id=request.request_id, finish_reason="error", error=error))
+        num_tokens = sum(request.num_computed_tokens for request in self.running)
+        lost = Lost(len(self.running), num_tokens, tuple(given_up))
         for request in reversed(self.running):
             request.forget_computation()
             self.waiting.put_back(request)
@@ -209,6 +235,7 @@ class Scheduler:
         self._finished_ids = []
         self._blocks_released = False
         self._encoder_waiting = False
+        return lost
 
     # What metrics and tests read
 

@@ -3,6 +3,7 @@
 import logging
 
 from actors.messages import EngineOutput, EngineRequest, RankOutput, SchedulerOutput
+from actors.step_channel import FAILURE_KINDS, RankFailure
 from configs.engine import EngineConfig
 from deployments.scheduler.scheduler import Scheduler, SchedulerStats
 from deployments.scheduler.timeline import Timeline
@@ -47,6 +48,8 @@ class EngineStats:
         self._gauges: dict[str, float] = {}
         for counter in _COUNTERS:
             recorder.add(counter, 0)
+        for kind in FAILURE_KINDS:
+            recorder.add(metrics.RANK_RESTARTS, 0, reason=kind)
         for counter in _CONNECTOR_COUNTERS:  # no connector is there yet, so none of them moves
             for tier in EC_CONNECTOR_TIERS:
                 recorder.add(counter, 0, tier=tier)
@@ -99,8 +102,13 @@ class EngineStats:
         self._lines.traffic.mm_queries += request.mm_cache_queries
         self._lines.traffic.mm_hits += request.mm_cache_hits
 
-    def record_end(self, timeline: Timeline) -> None:
-        timeline.on_end(self._recorder)
+    def record_end(self, timeline: Timeline, counts: bool = True) -> None:
+        """`counts`: whether its times do, because it does not go on elsewhere."""
+        timeline.on_end(self._recorder if counts else None)
+
+    def record_restart(self, failure: RankFailure) -> None:
+        """The gang is started anew because of `failure`."""
+        self._recorder.add(metrics.RANK_RESTARTS, 1, reason=failure.kind)
 
     def log_if_due(self, now: float) -> None:
         self._lines.log_if_due(now)

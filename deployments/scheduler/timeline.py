@@ -27,11 +27,11 @@ class Timeline:
             self._next_span("scheduler: decode")
         self.last_token = now
 
-    def on_end(self, recorder: Recorder) -> None:
-        """The request is finished or aborted: its phases count if it got a token."""
+    def on_end(self, recorder: Recorder | None) -> None:
+        """The request is finished or aborted: its phases count if it got a token and there is a recorder."""
         if self._span is not None:
             self._span.end()
-        if self.scheduled is None or self.first_token is None or self.last_token is None:
+        if recorder is None or self.scheduled is None or self.first_token is None or self.last_token is None:
             return
         for histogram, seconds in (
             (metrics.REQUEST_QUEUE_TIME, self.scheduled - self.queued),

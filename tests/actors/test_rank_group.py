@@ -2,18 +2,23 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy as np
+import psutil
 import pytest
 import ray
+from ray._private.internal_api import free
 
 from actors.messages import MMItem, NewRequest, SamplingParams, SchedulerOutput
 from actors.plan import EnginePlan, make_plan
 from actors.rank_group import RankGroup
 from actors.step_channel import RankFailure
 from configs.engine import parse_config
+from deployments.scheduler.readers import find_lost
 
 ITEM = MMItem(mm_hash="image", offset=2, length=4, num_embeddings=4, grid=(1, 4, 4))
 
@@ -25,12 +30,13 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def plan(channel: str, collectives: str) -> EnginePlan:
+def plan(channel: str, collectives: str, **parallel: Any) -> EnginePlan:
     return make_plan(
         parse_config(
             {
                 "model": {"max_model_len": 256},
-                "parallel": {"world_size": 2, "device": "cpu", "step_channel": channel, "collectives": collectives},
+                "parallel": {"world_size": 2, "device": "cpu", "step_channel": channel, "collectives": collectives}
+                | parallel,
                 "kv_cache": {"num_blocks": 64},
                 "encoder_cache": {"num_blocks": 8},
                 "scheduler": {"max_num_seqs": 2, "max_num_batched_tokens": 32},
@@ -41,9 +47,9 @@ def plan(channel: str, collectives: str) -> EnginePlan:
     )
 
 
-def started(channel: str, collectives: str) -> tuple[RankGroup, list[tuple[str, int, int]]]:
+def started(channel: str, collectives: str, **parallel: Any) -> tuple[RankGroup, list[tuple[str, int, int]]]:
     reported: list[tuple[str, int, int]] = []
-    group = RankGroup(plan(channel, collectives), lambda *report: reported.append(report[:3]))
+    group = RankGroup(plan(channel, collectives, **parallel), lambda *report: reported.append(report[:3]))
     group.start()
     return group, reported
 
@@ -104,18 +110,48 @@ def test_both_channels_give_the_same_and_a_dead_gang_starts_anew() -> None:
     by_calls.shutdown()
 
 
+def encode_again(step_id: int) -> SchedulerOutput:
+    encode = {f"r{step_id}": (0,)}
+    return msgspec.structs.replace(prefill(step_id), free_encoder_mm_hashes=("image",), scheduled_encoder_inputs=encode)
+
+
+def test_ranks_stay_in_step_without_lost_pixels_and_one_that_hangs_is_named_and_ended() -> None:
+    pixels = np.random.default_rng(1).standard_normal((16, 1536), dtype=np.float32)
+    here, gone = ray.put(pixels), ray.put(pixels)
+    assert find_lost({"a": here, "b": gone}) == []
+    free([gone])
+    assert find_lost({"a": here, "b": gone}) == ["b"]
+
+    group, _ = started("socket", "shared_memory", collective_timeout_s=8)
+    expected = run(group, 1)
+    without = encode_again(2)
+    group.step(without, {}, [("image", 16)])  # both ranks go on, with the same bookkeeping
+    token = group.step(encode_again(3), {"image": here}, [("image", 16)]).sampled["r3"]
+    assert (token.token_id, token.logprob) == expected
+
+    pids = list(group._pids)
+    os.kill(pids[1], signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(RankFailure) as raised:
+        run(group, 4)
+    assert (raised.value.rank, raised.value.kind) == (1, "hung")
+    assert time.monotonic() - begin < 20
+    group.restart()
+    assert not any(psutil.pid_exists(pid) and "RankActor" in " ".join(psutil.Process(pid).cmdline()) for pid in pids)
+    assert run(group, 1) == expected
+    group.shutdown()
+
+
 def test_a_rank_that_differs_is_named() -> None:
     group, _ = started("socket", "shared_memory")
-    exchange = group._channel.exchange
+    receive = group._channel.receive
 
-    def tampered(command: bytes, timeout_s: float) -> list[bytes]:
-        answers = exchange(command, timeout_s)
-        output = group._decoder.decode(answers[1])
-        wrong = SimpleNamespace(**{name: getattr(output, name) for name in output.__struct_fields__})
-        wrong.digest = "other"
-        return [answers[0], group._encoder.encode(vars(wrong))]
+    def tampered(timeout_s: float) -> bytes:
+        output = group._decoder.decode(receive(timeout_s))
+        digest = "other" if output.rank == 1 else output.digest
+        return group._encoder.encode(msgspec.structs.replace(output, digest=digest))
 
-    group._channel.exchange = tampered
+    group._channel.receive = tampered
     with pytest.raises(RankFailure, match="rank 1 differs from rank 0 after step 1"):
         run(group, 1)
     group.shutdown()

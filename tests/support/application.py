@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,26 @@ def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Application:
-    """One `serve run`, with its own Ray cluster, port and metric folder. Use as a context manager."""
+    """One `serve run`, with its own Ray cluster, port and metric folder. Use as a context manager.
+
+    `replicas`: how many of a deployment. `command`: another than `serve run`, before the config file.
+    """
 
     def __init__(
-        self, config: str, changes: Mapping[str, Any], log: Path, environment: Mapping[str, str] | None = None
+        self,
+        config: str,
+        changes: Mapping[str, Any],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        replicas: Mapping[str, int] | None = None,
+        command: Sequence[str] = (str(Path(sys.executable).parent / "serve"), "run"),
     ) -> None:
         tree = yaml.safe_load((ROOT / config).read_text())
+        self._command = command
+        if replicas is not None:
+            tree["applications"][0]["deployments"] = [
+                {"name": name, "num_replicas": number} for name, number in replicas.items()
+            ]
         self.port = free_port()
         tree["http_options"]["port"] = self.port
         self._folder = tempfile.TemporaryDirectory(prefix="tvs-e2e-")
@@ -63,7 +77,7 @@ class Application:
         begin = time.monotonic()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(Path(sys.executable).parent / "serve"), "run", str(self._config)],
+                [*self._command, str(self._config)],
                 cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 # A shell that runs this in the background has SIGINT ignored, and children inherit that.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -93,6 +107,11 @@ class Application:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         self._folder.cleanup()
+
+    def wait(self, timeout_s: float) -> int:
+        """Until `serve run` has ended by itself; its exit code."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
 
     @property
     def pid(self) -> int:

@@ -66,7 +66,7 @@ class LocalGang:
         for vision_round in rounds:
             for mailbox, block in zip(self.pixels, vision_round.blocks, strict=True):
                 for image in block:
-                    mailbox.put(image.mm_hash, pixels[image.mm_hash])
+                    mailbox.put(image.mm_hash, pixels.get(image.mm_hash))
         command = msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=Command)
         answer = self.on_every_rank(lambda runner: runner.execute(command))
         return msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=RankOutput)
@@ -107,7 +107,11 @@ class Stack:
     """
 
     def __init__(
-        self, config: EngineConfig, check_invariants: bool = True, make_gang: type[LocalGang] = LocalGang
+        self,
+        config: EngineConfig,
+        check_invariants: bool = True,
+        make_gang: type[LocalGang] = LocalGang,
+        find_lost: Callable[[dict[str, Any]], list[str]] = lambda pixels: [],
     ) -> None:
         recorder = create_recorder(config.model, ENGINE)
         plan = make_plan(config)
@@ -117,7 +121,7 @@ class Stack:
         self.counts: Counter[str] = Counter()
         self._count_stats()
         stats = EngineStats(config, recorder, ENGINE, time.monotonic())
-        self.engine = Engine(self.scheduler, self.gang, stats, check_invariants)
+        self.engine = Engine(self.scheduler, self.gang, stats, check_invariants, find_lost)
         self.engine.start()
         self.renderer = Renderer(config, load_checkpoint(config), LocalEngineClient(self.engine), recorder)
         self.api = build_api(self.renderer, config, lambda: (b"", "text/plain"))

@@ -21,7 +21,7 @@ COUNTERS = """
     vllm_neuron:device_encoder_cache_evictions
     vllm:num_preemptions vllm:prompt_tokens vllm:prompt_tokens_cached vllm:generation_tokens
     vllm:request_success{finished_reason} vllm_neuron:neff_execution_count{bucket_name}
-    vllm_neuron:graphs_compiled_after_warm_up{bucket_name}
+    vllm_neuron:graphs_compiled_after_warm_up{bucket_name} vllm_neuron:rank_restarts{reason}
     vllm_neuron:ec_connector_queries{tier} vllm_neuron:ec_connector_hits{tier}
     vllm_neuron:ec_connector_loads{tier} vllm_neuron:ec_connector_saves{tier}
     vllm_neuron:ec_connector_load_bytes{tier} vllm_neuron:ec_connector_save_bytes{tier}
@@ -73,7 +73,7 @@ def test_both_exporters_have_every_metric(tmp_path: Path) -> None:
     tags = ["deployment", "replica", "rank"]
     renamed = [[name.replace(":", "_"), kind, [*labels[:2], *tags, *labels[2:]]] for name, kind, labels in prometheus]
     assert renamed == ray
-    assert len(ray) == len({name for name, _, _ in ray}) == len(DEFINITIONS) == 50
+    assert len(ray) == len({name for name, _, _ in ray}) == len(DEFINITIONS) == 51
 
 
 def test_boundaries_are_vllms() -> None:

@@ -84,7 +84,8 @@ def serve(checkpoint: Checkpoint) -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture(scope="session")
 def _shared(serve: Callable[..., Served]) -> Served:
-    return serve(model={"max_model_len": 512}, server={"development_mode": True, "max_body_bytes": 2 * 1024**2})
+    server = {"development_mode": True, "max_body_bytes": 2 * 1024**2, "engine_wait_s": 0.2}
+    return serve(model={"max_model_len": 512}, server=server)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from deployments.renderer.deployment import ServeEngineClient
-from deployments.renderer.engine_client import EngineUnavailableError
+from deployments.renderer.engine_client import EngineLostError, EngineUnavailableError
 from tests.deployments.scheduler.simulation import make_request
 
 
@@ -32,6 +32,9 @@ class Handle:
     def __await__(self) -> Any:
         raise self.error
 
+    async def _to_object_ref_gen(self) -> None:
+        """Taken."""
+
     async def __aiter__(self) -> AsyncIterator[Any]:
         raise self.error
         yield
@@ -48,8 +51,24 @@ def ask(handle: Handle, reader: tuple[str, str] | None = None) -> None:
 @pytest.mark.parametrize("error", [ActorDiedError(), ActorUnavailableError("restarting", None)])
 def test_a_lost_replica_is_an_engine_that_is_unavailable(error: Exception) -> None:
     handle = Handle(error)
-    with pytest.raises(EngineUnavailableError, match="may be sent again"):
+    with pytest.raises(EngineLostError, match="may be sent again"):
         ask(handle)
+    assert handle.cancelled
+
+
+def test_a_request_waits_for_a_replica_up_to_a_limit() -> None:
+    class NoReplica(Handle):
+        async def _to_object_ref_gen(self) -> None:
+            await asyncio.sleep(60)
+
+    async def read(client: ServeEngineClient) -> None:
+        async for _ in client.generate(make_request("r", 1)):
+            pass
+
+    handle = NoReplica(RuntimeError())
+    with pytest.raises(EngineUnavailableError, match=r"within 0\.05 s \(server\.engine_wait_s\)") as raised:
+        asyncio.run(asyncio.wait_for(read(ServeEngineClient(handle, wait_s=0.05)), 5))
+    assert not isinstance(raised.value, EngineLostError)
     assert handle.cancelled
 
 

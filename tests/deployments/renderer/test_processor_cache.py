@@ -176,6 +176,30 @@ def test_reset_forgets_also_what_is_in_flight():
     asyncio.run(check())
 
 
+def test_lost_pixels_are_made_once_and_count_nothing():
+    async def check() -> None:
+        cache, counters = cache_of(1000)
+        lost = await cache.get("a", lambda: image_of(400))
+        made = []
+
+        def process() -> ProcessedImage:
+            made.append(1)
+            return image_of(400)
+
+        first, second = await asyncio.gather(*(cache.renew("a", lost.pixels, process) for _ in range(2)))
+        assert first is second
+        assert first.pixels is not lost.pixels
+        assert await cache.renew("a", lost.pixels, lambda: pytest.fail("made anew already")) is first
+        assert await cache.get("a", lambda: pytest.fail("kept")) is first
+        assert (len(made), counters.values) == (1, (2, 1))
+        cache.check_integrity()
+        off, counters = cache_of(0)
+        assert (await off.renew("a", lost.pixels, process)).pixels is not lost.pixels
+        assert counters.values == (0, 0)
+
+    asyncio.run(check())
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 80)), max_size=60))
 def test_bound_holds_whatever_comes(lookups):

@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from deployments.scheduler.encoder_cache_manager import EncoderCacheManager
 from deployments.scheduler.request import Request
 from tests.deployments.scheduler.simulation import make_request
@@ -148,3 +150,20 @@ def _turnover_seconds(entries: int) -> float:
 def test_cost_does_not_grow_with_the_number_of_images() -> None:
     small, large = _turnover_seconds(1_000), _turnover_seconds(100_000)
     assert large < 20 * small, "a scan would make it a hundredfold"
+
+
+def test_an_item_that_is_discarded_is_freed_and_not_taken_back() -> None:
+    manager = EncoderCacheManager(num_blocks=5, block_size=4, min_hold_time_ms=1000)
+    owners = {name: cache_image(manager, name, 4) for name in "ab"}
+    with pytest.raises(RuntimeError, match="owner of a"):
+        manager.discard("a")
+    manager.free(owners["a"])  # inside its hold window
+    manager.discard("a")
+    manager.free(owners["b"])
+    manager.advance(2.0)  # behind it
+    assert list(manager.freeable) == ["b"]
+    manager.discard("b")
+    manager.check_integrity([])
+    assert not manager.check_and_update_cache(request("r", ("a", 4)), 0)
+    assert manager.get_freed_mm_hashes() == ("a", "b")
+    assert manager.num_free_blocks == 4

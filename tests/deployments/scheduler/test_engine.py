@@ -52,14 +52,34 @@ class NoStats:
 
     def ignore(self, *_: object) -> None: ...
 
-    record_step = record_idle = record_arrival = record_end = log_if_due = ignore
+    record_step = record_idle = record_arrival = log_if_due = ignore
+
+    def __init__(self) -> None:
+        self.restarts: list[str] = []
+        self.ends: list[bool] = []
+        """Of each request that ended: whether its times count."""
+
+    def record_restart(self, failure: RankFailure) -> None:
+        self.restarts.append(failure.kind)
+
+    def record_end(self, timeline: object, counts: bool = True) -> None:
+        self.ends.append(counts)
 
 
 class Running:
     def __init__(self) -> None:
         self.scheduler = Scheduler(CONFIG)
         self.gang = FakeGang()
-        self.engine = Engine(self.scheduler, self.gang, cast(EngineStats, NoStats()), check_invariants=True)
+        self.stats = NoStats()
+        self.lost: set[str] = set()
+        """mm_hashes of images whose pixels are lost."""
+        self.engine = Engine(
+            self.scheduler,
+            self.gang,
+            cast(EngineStats, self.stats),
+            check_invariants=True,
+            find_lost=lambda pixels: [mm_hash for mm_hash in pixels if mm_hash in self.lost],
+        )
         self.finished: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.ends: dict[str, EngineOutput] = {}
         self.engine.start()
@@ -151,10 +171,10 @@ def test_a_restart_that_fails_is_tried_again(running: Running):
         return step(*arguments)
 
     running.gang.step = fails_once  # type: ignore[method-assign]
-    running.gang.restarts = [RankFailure(-1, "died during the start")] * 2
+    running.gang.restarts = [RankFailure(-1, "died during the start")]
     running.submit(make_request("r", *text(3)))
     assert running.end_of("r").finish_reason in ("stop", "length")
-    assert running.gang.num_restarts == 3
+    assert running.gang.num_restarts == 2
 
 
 @pytest.mark.parametrize("stopped", [True, False])
@@ -181,3 +201,98 @@ def test_an_engine_that_has_ended_says_so_to_whoever_waits_or_comes(stopped: boo
         running.engine.call(lambda scheduler: scheduler.reset_prefix_cache()).result(5)
     running.engine.abort("comes")
     assert not running.scheduler.requests
+
+
+def fail_steps(running: Running, failures: list[RankFailure]) -> None:
+    """The next steps end so; then all goes well."""
+    step = running.gang.step
+
+    def failing(*arguments: Any) -> RankOutput:
+        if failures:
+            raise failures.pop(0)
+        return step(*arguments)
+
+    running.gang.step = failing  # type: ignore[method-assign]
+
+
+def test_one_line_says_who_failed_why_and_what_it_cost(running: Running, caplog: pytest.LogCaptureFixture):
+    calls = 0
+    step = running.gang.step
+
+    def fails_at_the_third(*arguments: Any) -> RankOutput:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RankFailure(7, "raised in step 3: MemoryError", "raised", "Traceback ...")
+        return step(*arguments)
+
+    running.gang.step = fails_at_the_third  # type: ignore[method-assign]
+    sampling = SamplingParams(max_tokens=6)
+    running.submit(make_request("r", *text(9), sampling=sampling))
+    assert running.end_of("r").finish_reason == "length"
+    (line,) = [record.getMessage() for record in caplog.records if "computed again" in record.getMessage()]
+    assert line.startswith("rank 7 raised in step 3: MemoryError: gang restarted in ")
+    assert line.endswith("computed again: 1 requests, 10 tokens; given up: 0 requests")
+    assert running.stats.restarts == ["raised"]
+
+
+@pytest.mark.parametrize("while_starting", [False, True])
+def test_a_gang_that_fails_three_times_and_serves_nothing_is_given_up(while_starting: bool):
+    running = Running()
+    failures = [RankFailure(2, f"died the {n}. time") for n in range(1, 4)]
+    if while_starting:
+        fail_steps(running, failures[:1])
+        running.gang.restarts = [failures[1], failures[2]]
+        running.submit(make_request("r", *text(3)))
+    else:  # with nothing to do, so that no request may be to blame
+        running.gang.check = lambda: fail_all(failures)  # type: ignore[method-assign]
+        running.engine.call(lambda scheduler: None)
+    deadline = time.monotonic() + 5
+    while running.engine.healthy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert isinstance(running.engine.failure, RankFailure)
+    assert "died the 3. time" in str(running.engine.failure)
+    assert running.stats.restarts == ["died"] * 2
+    if while_starting:
+        end = running.end_of("r")
+        assert (end.finish_reason, end.error_status) == ("error", 503)  # another engine may go on with it
+        assert running.stats.ends == [False]
+
+
+def fail_all(failures: list[RankFailure]) -> None:
+    raise failures.pop(0)
+
+
+def test_requests_that_get_the_blame_clear_the_gang_once():
+    """The first request that fails three times may be at fault; when the next one fails as well it is the gang."""
+    running = Running()
+    fail_steps(running, [RankFailure(0, "raised", "raised")] * 100)
+    ends = []
+    for name in ("first", "second"):
+        running.submit(make_request(name, *text(3)))
+        ends.append(running.end_of(name))
+    assert [(end.finish_reason, end.error_status) for end in ends] == [("error", 500)] * 2
+    deadline = time.monotonic() + 5
+    while running.engine.healthy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert isinstance(running.engine.failure, RankFailure)
+    assert len(running.stats.restarts) == 2 * MAX_FAILED_STEPS - 1
+
+
+def test_lost_pixels_end_their_request_only_and_nothing_of_them_stays(running: Running):
+    running.lost = {"b"}
+    for name, mm_hash in (("good", "a"), ("bad", "b"), ("bad too", "b")):
+        running.submit(make_request(name, *text(2), (mm_hash, 4), max_tokens=2, pixels={mm_hash: None}))
+    for _ in range(3):
+        running.finished.get(timeout=5)
+    assert running.ends["good"].finish_reason in ("stop", "length")
+    for name in ("bad", "bad too"):
+        end = running.ends[name]
+        assert (end.finish_reason, end.error_status, end.lost_mm_hashes) == ("error", 503, ("b",))
+    assert running.gang.num_restarts == 0
+    running.lost = set()
+    request = make_request("bad~1", *text(2), ("b", 4), max_tokens=2, pixels={"b": None})
+    running.submit(request)
+    running.finished.get(timeout=5)
+    assert running.ends["bad~1"].finish_reason in ("stop", "length")
+    assert running.gang.rank.num_encoded >= 3  # "b" twice: what stood in for it was not used again

@@ -91,6 +91,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.simulation.now += 0.001
         self.in_flight = self.simulation.scheduler.schedule(self.simulation.now)
 
+    @precondition(lambda self: self.in_flight is None)
+    @rule(choice=st.integers(0, 1000))
+    def begin_step_without_some_pixels(self, choice: int) -> None:
+        self.begin_step()
+        scheduled = self.in_flight.scheduled_encoder_inputs if self.in_flight is not None else {}
+        requests = self.simulation.scheduler.requests
+        mm_hashes = [requests[key].mm_items[index].mm_hash for key, indices in scheduled.items() for index in indices]
+        if mm_hashes:
+            lost = mm_hashes[choice % len(mm_hashes)]
+            self.simulation.rank.reset_allowed = True  # it is freed, and may be encoded, at the next step
+            request_ids = self.simulation.scheduler.forget_image(lost)
+            assert request_ids
+            for request_id in request_ids:
+                del self.simulation.sources[request_id]
+            assert lost not in self.simulation.scheduler.encoder_cache.cached
+
     @rule(choice=st.integers(0, 1000))
     def abort(self, choice: int) -> None:
         alive = list(self.simulation.scheduler.requests)

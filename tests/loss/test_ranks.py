@@ -1,0 +1,147 @@
+"""Ranks that die, hang, raise or run out of memory under sixteen streaming clients: a pause, and nothing else.
+
+Four ranks, one engine. What happens at a stage of a step happens there by `debug.fault_dir`: the rank kills or stops
+itself for real, or raises.
+"""
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.application import Application
+from tests.support.clients import Clients, Got, blocks, check_counters, restarts, samples, wait_until
+
+SEED = 5000
+RANKS = 4
+HANG_S = 10
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def application(tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Iterator[Application]:
+    changes = {
+        "parallel": {"world_size": RANKS, "threads_per_rank": 1, "collective_timeout_s": HANG_S},
+        "debug": {"rank_digest": True, "check_invariants": True, "fail_on_new_shape": True, "fault_dir": str(faults)},
+        "encoder_cache": {"num_blocks": 64},
+        "server": {"development_mode": True},
+    }
+    for stage in ("load.1", "warm_up.2"):  # of the first start and of the second; the third is well
+        (faults / stage).write_text("kill")
+    with Application("configs/laptop.yaml", changes, tmp_path_factory.mktemp("ranks") / "serve.log") as application:
+        yield application
+
+
+@pytest.fixture(scope="module")
+def undisturbed(application: Application) -> list[Got]:
+    return Clients(application, SEED).results()
+
+
+def ranks(application: Application) -> list[int]:
+    """Process ids of the living ranks."""
+    children = psutil.Process(application.pid).children(recursive=True)
+    return [child.pid for child in children if "RankActor" in " ".join(child.cmdline())]
+
+
+def restart_lines(application: Application) -> list[str]:
+    return re.findall(r"rank .*: gang restarted in .*", application.log.read_text())
+
+
+def forget_everything(application: Application) -> None:
+    """So that images are encoded and prompts computed."""
+    for cache in ("prefix", "encoder"):
+        application.client.post(f"{application.url}/reset_{cache}_cache", cast_to=object)
+
+
+def test_a_start_survives_ranks_that_are_killed(application: Application, faults: Path) -> None:
+    log = application.log.read_text()
+    assert re.search(r"rank 1 .*loaded: .*; starting the gang again", log)
+    assert re.search(r"rank 2 .*; starting the gang again", log)
+    assert not list(faults.iterdir())
+    assert sum(restarts(samples(application)).values()) == 2
+
+
+FAULTS = {
+    "killed while it encodes": ({"encode.2": "kill"}, "rank 2 died", {"died": 1}),
+    "killed in prefill": ({"prefill.0": "kill"}, "rank 0 died", {"died": 1}),
+    "killed in decode": ({"decode.3": "kill"}, "rank 3 died", {"died": 1}),
+    "several killed": ({"decode.0": "kill", "decode.1": "kill", "decode.3": "kill"}, r"rank \d died", {"died": 1}),
+    "killed again while it loads": ({"decode.1": "kill", "load.2": "kill"}, "rank 1 died", {"died": 1, "any": 1}),
+    "killed again in warm-up": ({"decode.1": "kill", "warm_up.3": "kill"}, "rank 1 died", {"died": 2}),
+    "raises": ({"prefill.1": "raise"}, "rank 1 raised in step .*InjectedError", {"raised": 1}),
+    "out of memory": ({"encode.3": "memory"}, "rank 3 raised in step .*MemoryError", {"raised": 1}),
+    "hangs": ({"decode.2": "stop"}, "rank 2 was missing in step", {"hung": 1}),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_stream_goes_on_as_if_nothing_had_been(
+    application: Application, faults: Path, undisturbed: list[Got], name: str
+) -> None:
+    files, line, reasons = FAULTS[name]
+    before, pids, lines = samples(application), ranks(application), restart_lines(application)
+    assert len(pids) == RANKS
+    forget_everything(application)
+    for file, fault in files.items():
+        (faults / file).write_text(fault)
+    assert Clients(application, SEED).results() == undisturbed
+    assert not list(faults.iterdir())
+
+    after = samples(application)
+    check_counters(before, after)
+    counted = {reason: count - restarts(before)[reason] for reason, count in restarts(after).items()}
+    unknown = reasons.pop("any", 0)
+    assert sum(counted.values()) == sum(reasons.values()) + unknown
+    assert all(counted[reason] >= count for reason, count in reasons.items())
+    (said,) = restart_lines(application)[len(lines) :]
+    assert re.match(line, said)
+    assert re.search(r"computed again: [1-9]\d* requests, \d+ tokens; given up: 0 requests", said)
+    assert not set(ranks(application)) & set(pids)
+    assert len(ranks(application)) == RANKS
+    assert blocks(application) == RANKS * (application.args["encoder_cache"]["num_blocks"] - 1)
+    assert application.metrics()["vllm:num_requests_running"] == 0
+
+
+def test_ranks_killed_from_outside(application: Application, undisturbed: list[Got]) -> None:
+    """At no particular stage, and while there is nothing to do as well."""
+    clients = Clients(application, SEED)
+    clients.wait_for_chunks(10)
+    for pid in ranks(application)[:2]:
+        os.kill(pid, signal.SIGKILL)
+    assert clients.results() == undisturbed
+    old = ranks(application)
+    os.kill(old[0], signal.SIGKILL)
+    wait_until(lambda: len(ranks(application)) == RANKS and not set(ranks(application)) & set(old))
+    assert Clients(application, SEED).results() == undisturbed
+
+
+def test_a_gang_that_only_fails_is_given_up_and_its_replica_replaced(
+    application: Application, faults: Path, undisturbed: list[Got]
+) -> None:
+    clients = Clients(application, SEED)
+    clients.wait_for_chunks(5)
+    enough = threading.Event()
+
+    def keep_failing() -> None:
+        while not enough.wait(0.05):
+            (faults / "warm_up.1").write_text("kill")
+
+    failing = threading.Thread(target=keep_failing)
+    failing.start()
+    os.kill(ranks(application)[0], signal.SIGKILL)
+    wait_until(lambda: "giving up" in application.log.read_text(), what="giving up")
+    enough.set()
+    failing.join()
+    (faults / "warm_up.1").unlink(missing_ok=True)
+    assert clients.results() == undisturbed  # by the replica's successor
+    assert re.search(r"engine stopped.*|the gang failed 3 times", application.log.read_text())
+    wait_until(lambda: len(ranks(application)) == RANKS)
