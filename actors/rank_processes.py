@@ -11,7 +11,7 @@ from pathlib import Path
 
 logger = logging.getLogger("trn_vision_serve")
 
-_END_S = 3.0
+_END_S = 1.0
 """Ray's own way of ending a rank gets so long before the rank is killed here."""
 _POLL_S = 0.02
 

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import asyncio
 import os
 import signal
 import sys
@@ -51,15 +52,23 @@ def _finish(timeout_s: float) -> None:
     print(f"SIGTERM: no new requests; those that run get {timeout_s:g} s (server.shutdown_timeout_s)", flush=True)
     for name, application in serve.status().applications.items():
         if "Renderer" in application.deployments:
-            renderer: Any = serve.get_deployment_handle("Renderer", name)
             try:
-                left = renderer.broadcast("drain", timeout_s).results(timeout_s=timeout_s + _SPARE_S)
-                print(f"{sum(left)} requests were not finished in time", flush=True)
+                left = asyncio.run(_drain(name, timeout_s))
+                print(f"{left} requests were not finished in time", flush=True)
             except Exception as error:  # it ends all the same
                 print(f"the Renderers could not be asked to finish: {error!r}", flush=True)
         serve.delete(name)
     if "RAY_ADDRESS" in os.environ:  # another's cluster goes on
         serve.shutdown()
+
+
+async def _drain(application: str, timeout_s: float) -> int:
+    """Requests left after that on all Renderers. Handles need an event loop where Serve is optimized for throughput."""
+    from ray import serve
+
+    renderer: Any = serve.get_deployment_handle("Renderer", application)
+    left = await renderer.broadcast("drain", timeout_s).results_async(timeout_s=timeout_s + _SPARE_S)
+    return sum(left)
 
 
 if __name__ == "__main__":

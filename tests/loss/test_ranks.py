@@ -1,6 +1,6 @@
 """Ranks that die, hang, raise or run out of memory under sixteen streaming clients: a pause, and nothing else.
 
-Four ranks, one engine. What happens at a stage of a step happens there by `debug.fault_dir`: the rank kills or stops
+Two ranks, one engine. What happens at a stage of a step happens there by `debug.fault_dir`: the rank kills or stops
 itself for real, or raises.
 """
 
@@ -8,17 +8,26 @@ import os
 import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.application import Application
-from tests.support.clients import Clients, Got, blocks, check_counters, restarts, samples, wait_until
+from tests.support.clients import (
+    Clients,
+    Got,
+    blocks,
+    check_counters,
+    processes,
+    restarts,
+    samples,
+    wait_until,
+)
 
 SEED = 5000
-RANKS = 4
+RANKS = 2
 HANG_S = 10
 
 
@@ -32,10 +41,13 @@ def application(tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Itera
     changes = {
         "parallel": {"world_size": RANKS, "threads_per_rank": 1, "collective_timeout_s": HANG_S},
         "debug": {"rank_digest": True, "check_invariants": True, "fail_on_new_shape": True, "fault_dir": str(faults)},
+        "model": {"max_model_len": 512},
+        "kv_cache": {"num_blocks": 256},
         "encoder_cache": {"num_blocks": 64},
+        "scheduler": {"max_num_batched_tokens": 256},
         "server": {"development_mode": True},
     }
-    for stage in ("load.1", "warm_up.2"):  # of the first start and of the second; the third is well
+    for stage in ("load.1", "warm_up.0"):  # of the first start and of the second; the third is well
         (faults / stage).write_text("kill")
     with Application("configs/laptop.yaml", changes, tmp_path_factory.mktemp("ranks") / "serve.log") as application:
         yield application
@@ -43,13 +55,12 @@ def application(tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Itera
 
 @pytest.fixture(scope="module")
 def undisturbed(application: Application) -> list[Got]:
-    return Clients(application, SEED).results()
+    return Clients(application, SEED).results() + Clients(application, SEED + 100, number=1).results()
 
 
 def ranks(application: Application) -> list[int]:
     """Process ids of the living ranks."""
-    children = psutil.Process(application.pid).children(recursive=True)
-    return [child.pid for child in children if "RankActor" in " ".join(child.cmdline())]
+    return [process.pid for process in processes(application, "RankActor")]
 
 
 def restart_lines(application: Application) -> list[str]:
@@ -65,22 +76,23 @@ def forget_everything(application: Application) -> None:
 def test_a_start_survives_ranks_that_are_killed(application: Application, faults: Path) -> None:
     log = application.log.read_text()
     assert re.search(r"rank 1 .*loaded: .*; starting the gang again", log)
-    assert re.search(r"rank 2 .*; starting the gang again", log)
+    assert re.search(r"rank 0 .*; starting the gang again", log)
     assert not list(faults.iterdir())
     assert sum(restarts(samples(application)).values()) == 2
 
 
 FAULTS = {
-    "killed while it encodes": ({"encode.2": "kill"}, "rank 2 died", {"died": 1}),
-    "killed in prefill": ({"prefill.0": "kill"}, "rank 0 died", {"died": 1}),
-    "killed in decode": ({"decode.3": "kill"}, "rank 3 died", {"died": 1}),
-    "several killed": ({"decode.0": "kill", "decode.1": "kill", "decode.3": "kill"}, r"rank \d died", {"died": 1}),
-    "killed again while it loads": ({"decode.1": "kill", "load.2": "kill"}, "rank 1 died", {"died": 1, "any": 1}),
-    "killed again in warm-up": ({"decode.1": "kill", "warm_up.3": "kill"}, "rank 1 died", {"died": 2}),
-    "raises": ({"prefill.1": "raise"}, "rank 1 raised in step .*InjectedError", {"raised": 1}),
-    "out of memory": ({"encode.3": "memory"}, "rank 3 raised in step .*MemoryError", {"raised": 1}),
-    "hangs": ({"decode.2": "stop"}, "rank 2 was missing in step", {"hung": 1}),
+    "killed while it encodes": ({"encode.1": "kill"}, "rank 1 ", ["died"]),
+    "killed in prefill": ({"prefill.0": "kill"}, "rank 0 ", ["died"]),
+    "killed in decode": ({"decode.1": "kill"}, "rank 1 ", ["died"]),
+    "all killed": ({"decode.0": "kill", "decode.1": "kill"}, r"rank \d ", ["died"]),
+    "killed again while it loads": ({"decode.1": "kill", "load.0": "kill"}, "rank 1 ", ["died", "died"]),
+    "killed again in warm-up": ({"decode.0": "kill", "warm_up.1": "kill"}, "rank 0 ", ["died", "died"]),
+    "raises": ({"prefill.1": "raise"}, "rank 1 raised in step .*InjectedError", ["raised"]),
+    "out of memory": ({"encode.0": "memory"}, "rank 0 raised in step .*MemoryError", ["raised"]),
+    "hangs": ({"decode.1": "stop"}, "rank 1 was missing in step", ["hung"]),
 }
+"""What happens where, what the log says of it, and the restarts by reason."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -91,37 +103,40 @@ def test_every_stream_goes_on_as_if_nothing_had_been(
     before, pids, lines = samples(application), ranks(application), restart_lines(application)
     assert len(pids) == RANKS
     forget_everything(application)
+    clients = Clients(application, SEED)
+    clients.wait_for_chunks(3)
     for file, fault in files.items():
         (faults / file).write_text(fault)
-    assert Clients(application, SEED).results() == undisturbed
+    seventeenth = Clients(application, SEED + 100, number=1)  # its image has to be encoded
+    assert clients.results() == undisturbed[:-1]
+    assert seventeenth.results() == undisturbed[-1:]
     assert not list(faults.iterdir())
 
     after = samples(application)
     check_counters(before, after)
     counted = {reason: count - restarts(before)[reason] for reason, count in restarts(after).items()}
-    unknown = reasons.pop("any", 0)
-    assert sum(counted.values()) == sum(reasons.values()) + unknown
-    assert all(counted[reason] >= count for reason, count in reasons.items())
+    assert {reason: count for reason, count in counted.items() if count} == Counter(reasons)
     (said,) = restart_lines(application)[len(lines) :]
     assert re.match(line, said)
-    assert re.search(r"computed again: [1-9]\d* requests, \d+ tokens; given up: 0 requests", said)
+    assert re.search(r"computed again: [1-9]\d* requests, [1-9]\d* tokens; given up: 0 requests", said)
     assert not set(ranks(application)) & set(pids)
     assert len(ranks(application)) == RANKS
     assert blocks(application) == RANKS * (application.args["encoder_cache"]["num_blocks"] - 1)
     assert application.metrics()["vllm:num_requests_running"] == 0
+    # Shared memory has a name only while a gang joins, and a gang that was killed meanwhile leaves none.
+    wait_until(lambda: not list(Path("/dev/shm").glob("trn-vision-serve-tvs-*")), timeout_s=10, what="no segment")
 
 
 def test_ranks_killed_from_outside(application: Application, undisturbed: list[Got]) -> None:
     """At no particular stage, and while there is nothing to do as well."""
     clients = Clients(application, SEED)
     clients.wait_for_chunks(10)
-    for pid in ranks(application)[:2]:
-        os.kill(pid, signal.SIGKILL)
-    assert clients.results() == undisturbed
+    os.kill(ranks(application)[0], signal.SIGKILL)
+    assert clients.results() == undisturbed[:-1]
     old = ranks(application)
     os.kill(old[0], signal.SIGKILL)
     wait_until(lambda: len(ranks(application)) == RANKS and not set(ranks(application)) & set(old))
-    assert Clients(application, SEED).results() == undisturbed
+    assert Clients(application, SEED).results() == undisturbed[:-1]
 
 
 def test_a_gang_that_only_fails_is_given_up_and_its_replica_replaced(
@@ -142,6 +157,6 @@ def test_a_gang_that_only_fails_is_given_up_and_its_replica_replaced(
     enough.set()
     failing.join()
     (faults / "warm_up.1").unlink(missing_ok=True)
-    assert clients.results() == undisturbed  # by the replica's successor
-    assert re.search(r"engine stopped.*|the gang failed 3 times", application.log.read_text())
+    assert clients.results() == undisturbed[:-1]  # by the replica's successor
+    assert "engine stopped" in application.log.read_text()
     wait_until(lambda: len(ranks(application)) == RANKS)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import httpx
 import numpy as np
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from configs import digits
@@ -36,14 +37,14 @@ class Got:
 
 
 class Clients:
-    """One run of sixteen streams: every second one greedy, the others drawn with a seed and penalties."""
+    """One run of streams: every second one greedy, the others drawn with a seed and penalties."""
 
-    def __init__(self, application: Application, seed: int, max_tokens: int = 80) -> None:
+    def __init__(self, application: Application, seed: int, max_tokens: int = 80, number: int = NUM_CLIENTS) -> None:
         self._client = application.client
         self._seed, self._max_tokens = seed, max_tokens
-        self._pool = ThreadPoolExecutor(NUM_CLIENTS)
-        self.num_chunks = [0] * NUM_CLIENTS
-        self._futures: list[Future[Got]] = [self._pool.submit(self._stream, index) for index in range(NUM_CLIENTS)]
+        self._pool = ThreadPoolExecutor(number)
+        self.num_chunks = [0] * number
+        self._futures: list[Future[Got]] = [self._pool.submit(self._stream, index) for index in range(number)]
 
     def _stream(self, index: int) -> Got:
         drawn = {"temperature": 1.0, "seed": 1000 + index, "presence_penalty": 0.3, "frequency_penalty": 0.2}
@@ -72,6 +73,18 @@ class Clients:
             return [future.result(timeout=240) for future in self._futures]
         finally:
             self._pool.shutdown(wait=False)
+
+
+def processes(application: Application, name: str) -> list[psutil.Process]:
+    """The living processes of this application that Ray calls so."""
+    found = []
+    for child in psutil.Process(application.pid).children(recursive=True):
+        try:
+            if name in " ".join(child.cmdline()):
+                found.append(child)
+        except psutil.Error:  # it ended meanwhile
+            continue
+    return found
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 120, what: str = "") -> None:
