@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from ray._private.internal_api import free
 
 from actors.messages import MMItem, NewRequest, SamplingParams, SchedulerOutput
 from actors.plan import EnginePlan, make_plan
@@ -115,11 +114,23 @@ def encode_again(step_id: int) -> SchedulerOutput:
     return msgspec.structs.replace(prefill(step_id), free_encoder_mm_hashes=("image",), scheduled_encoder_inputs=encode)
 
 
+@ray.remote(num_cpus=0)
+class Owner:
+    """Of an object, which is lost with it."""
+
+    def put(self, array: np.ndarray) -> list[ray.ObjectRef]:
+        return [ray.put(array)]
+
+
 def test_ranks_stay_in_step_without_lost_pixels_and_one_that_hangs_is_named_and_ended() -> None:
     pixels = np.random.default_rng(1).standard_normal((16, 1536), dtype=np.float32)
-    here, gone = ray.put(pixels), ray.put(pixels)
+    owner = Owner.remote()
+    here, gone = ray.put(pixels), *ray.get(owner.put.remote(pixels))
     assert find_lost({"a": here, "b": gone}) == []
-    free([gone])
+    ray.kill(owner)
+    deadline = time.monotonic() + 10
+    while not find_lost({"b": gone}):
+        assert time.monotonic() < deadline, "the object outlives its owner"
     assert find_lost({"a": here, "b": gone}) == ["b"]
 
     group, _ = started("socket", "shared_memory", collective_timeout_s=8)
