@@ -85,11 +85,11 @@ def draw(encode: Encoder, rng: np.random.Generator, patches: int, split: str = "
 
 
 @torch.no_grad()
-def share_read(look: Look, encode: Encoder) -> dict[str, float]:
+def share_read(look: Look, encode: Encoder, rounds: int) -> dict[str, float]:
     """Share of the held-out squares with ink of which the embedding tells each label."""
     rng = np.random.default_rng(1)
     right: dict[str, list[torch.Tensor]] = {name: [] for name in LABELS}
-    for _ in range(24):
+    for _ in range(rounds):
         seen = draw(encode, rng, 700, "held_out")
         logits = look(seen)[0]
         for name, label in seen.labels.items():

@@ -109,6 +109,10 @@ def plan(modules: nn.ModuleDict, encode: Encoder, args: argparse.Namespace) -> l
             collate(group, encode.image_id) for group in lessons.batches(encode, lesson, budget, rng, done)
         )
 
+    def report_talks() -> str:
+        measured = accuracy(model, held_out(encode, args.eval_samples), encode)
+        return in_words({name: value["accuracy"] for name, value in measured.items()})
+
     def talks(name: str, steps: int, module: nn.Module, lesson, rates: tuple[float, float]) -> Lesson:
         return Lesson(
             name,
@@ -116,7 +120,9 @@ def plan(modules: nn.ModuleDict, encode: Encoder, args: argparse.Namespace) -> l
             module,
             draw_talks(lesson),
             lambda batch: weighted_loss(model, refer, batch),
-            lambda: in_words({k: v["accuracy"] for k, v in accuracy(model, held_out(encode, 90), encode).items()}),
+            lambda: in_words(
+                {k: v["accuracy"] for k, v in accuracy(model, held_out(encode, args.eval_samples), encode).items()}
+            ),
             rates,
         )
 
@@ -127,7 +133,7 @@ def plan(modules: nn.ModuleDict, encode: Encoder, args: argparse.Namespace) -> l
             look,
             draw_squares,
             look.loss,
-            lambda: in_words(share_read(look, encode)),
+            lambda: in_words(share_read(look, encode, rounds=args.eval_samples // 3)),
             (2 * args.lr, 0.01 * args.lr),
         ),
         talks("talk", args.talk_steps, refer, lessons.growing, (args.lr, 0.2 * args.lr)),
@@ -242,6 +248,7 @@ def main() -> None:
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--save-every", type=int, default=250, help="steps between two checkpoints")
     parser.add_argument("--eval-every", type=int, default=400, help="steps between two held-out measurements")
+    parser.add_argument("--eval-samples", type=int, default=90, help="held-out conversations measured meanwhile")
     parser.add_argument("--final-samples", type=int, default=600, help="held-out conversations measured at the end")
     parser.add_argument("--build", type=Path, default=FOLDER.parents[2] / "build" / "digits-vl", help="checkpoints")
     parser.add_argument("--out", type=Path, default=FOLDER, help="where the model goes")
