@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from tests.soak.leaks import Quiet, leaks
+from tests.soak.leaks import SERVES_BYTES, Quiet, leaks
 from tests.soak.talk import Talk
 from tests.soak.watch import Watcher, errors_in, quiet, ranks
 from tests.support.application import Application
@@ -49,6 +49,10 @@ HAPPENS = {
 }
 """What must have happened, or the soak has shown little; and the counters that say so."""
 SETTLE_S = 90.0
+
+
+def _steady(before: Quiet, now: Quiet) -> bool:
+    return abs(now.object_store_bytes - before.object_store_bytes) <= SERVES_BYTES
 
 
 class Soak:
@@ -121,7 +125,7 @@ class Soak:
             await asyncio.sleep(5)
             now = await asyncio.to_thread(quiet, self.application, self.folder, GAUGES)
             idle = now.gauges[RUNNING] == now.gauges[WAITING] == now.gauges[KV] == now.gauges[BLOCKS[0]] == 0
-            if idle and previous is not None and now.object_store_bytes == previous.object_store_bytes:
+            if idle and previous is not None and _steady(previous, now):
                 return now
             previous = now
             if time.monotonic() > deadline:

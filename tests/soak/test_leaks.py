@@ -29,7 +29,7 @@ def test_what_has_not_grown_is_no_leak() -> None:
         (after(processes={"Renderer": replace(RENDERER, threads=49)}), "Renderer: threads grew by 9"),
         (after(processes={"Renderer": RENDERER, "raylet": replace(RAYLET, memory_mb=190.0)}), "raylet: memory grew"),
         (after(processes={"raylet": RAYLET}), "Renderer: it is gone"),
-        (after(object_store_bytes=1001.0), "bytes in the object store: 1000 before, 1001 after"),
+        (after(object_store_bytes=99_304.0), "object store: 1,000 bytes before, 99,304 after"),
         (after(shared_memory=2), "segments in /dev/shm: 1 before, 2 after"),
         (after(folders=2), "temporary folders: 1 before, 2 after"),
         (after(gauges={"running": 0.0, "free": 45.0}), "free: 46 before, 45 after"),
