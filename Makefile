@@ -16,25 +16,32 @@ BIN := $(VENV)/bin
 VENV_XLA := .venv-xla
 CONFIG ?= serve_config.yaml
 MINUTES ?= 30
+WORKERS ?= 2
 
 # HAProxy in front and fewer thread hops inside the replicas: several milliseconds less per request.
 SERVE_ENV := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
              RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0
+
+, := ,
+define install
+@echo "installing into $(VENV) (a few minutes the first time)"
+@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+@$(BIN)/pip install -q -U pip
+@$(BIN)/pip install -q -e '$(1)'
+endef
 
 .PHONY: install serve compile test test-fast test-e2e test-loss test-xla prometheus fuzz soak bench lint format clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
-	@echo "installing into $(VENV) (a few minutes the first time)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -q -U pip
-	@$(BIN)/pip install -q -e .
+	$(call install,.)
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	@$(BIN)/pip install -q -e '.[test,lint]'
-	@touch $@
+# Everything at once on a fresh machine: resolving twice takes half a minute.
+$(VENV)/.installed-test: pyproject.toml
+	$(call install,.[test$(,)lint])
+	@touch $(VENV)/.installed $@
 
 serve: $(VENV)/.installed
 	@$(BIN)/python -m configs.check $(CONFIG)
@@ -54,7 +61,7 @@ prometheus:
 	  service prometheus stop > /dev/null 2>&1 || true; }
 
 test-fast: $(VENV)/.installed-test prometheus
-	$(BIN)/python -m pytest -m "not e2e and not xla and not loss"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not e2e and not xla and not loss" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-e2e: $(VENV)/.installed-test prometheus
 	$(BIN)/python -m pytest -m e2e

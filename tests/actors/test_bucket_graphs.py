@@ -16,11 +16,11 @@ from telemetry.recorder import ENGINE, create_recorder
 from tests.support.local_stack import LocalGang
 
 CONFIG = {
-    "model": {"max_model_len": 512},
+    "model": {"max_model_len": 256},
     "parallel": {"world_size": 1, "device": "cpu"},
     "kv_cache": {"num_blocks": 64},
     "encoder_cache": {"num_blocks": 8},
-    "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 64},
+    "scheduler": {"max_num_seqs": 2, "max_num_batched_tokens": 32},
     "debug": {"fail_on_new_shape": True},
 }
 

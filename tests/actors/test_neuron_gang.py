@@ -1,6 +1,7 @@
 """A gang that asks Ray for NeuronCores: fake resources, a fake `neuron-ls`, and rank actors that load no model."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ def test_ranks_on_another_node_are_refused() -> None:
 
 def test_cores_that_do_not_fit_stop_the_start_before_anything_loads() -> None:
     reported: list[str] = []
+    while ray.available_resources().get("neuron_cores") != RANKS:  # those of the test before are killed, not yet gone
+        time.sleep(0.05)
     other = ray.remote(RankActor).options(num_cpus=0, resources={"neuron_cores": 1}).remote(0, None, "other", {})
     assert ray.get(other.describe.remote())["cores"] == "0"
     group = RankGroup(neuron_plan(2), lambda stage, *_: reported.append(stage))

@@ -87,6 +87,7 @@ def run(group: RankGroup, step_id: int) -> tuple[int, float]:
     return token.token_id, token.logprob
 
 
+@pytest.mark.slow
 def test_both_channels_give_the_same_and_a_dead_gang_starts_anew() -> None:
     group, reported = started("socket", "shared_memory")
     buckets = len(group.plan.bucket_names())
@@ -122,6 +123,7 @@ class Owner:
         return [ray.put(array)]
 
 
+@pytest.mark.slow
 def test_ranks_stay_in_step_without_lost_pixels_and_one_that_hangs_is_named_and_ended() -> None:
     pixels = np.random.default_rng(1).standard_normal((16, 1536), dtype=np.float32)
     owner = Owner.remote()

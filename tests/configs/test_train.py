@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from tests.support.application import ROOT
@@ -23,6 +24,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_it_resumes_and_exports(tmp_path: Path) -> None:
     process = start(tmp_path)
     assert process.stdout is not None

@@ -1,11 +1,11 @@
-"""The running application: sixteen ranks, digests compared after every step."""
+"""The running application, digests compared after every step. One at a time: sixteen ranks take both cores."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.application import Application, free_port
+from tests.support.application import Application
 from tests.support.otlp_receiver import Receiver, receiving
 
 DEBUG = {
@@ -18,20 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/e2e" in str(item.path):
             item.add_marker(pytest.mark.e2e)
-
-
-@pytest.fixture(scope="session")
-def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
-    """The application of serve_config.yaml behind HAProxy, as `make serve` runs it, started once for all tests."""
-    log = Path(tmp_path_factory.mktemp("sixteen")) / "serve.log"
-    environment = {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-    }
-    with Application("serve_config.yaml", DEBUG, log, environment) as application:
-        yield application
 
 
 @pytest.fixture(scope="session")

@@ -130,35 +130,6 @@ def test_a_dashboard_made_for_vllm_works(one_rank: Application, prometheus: Prom
     assert {"stop", "length", "abort", "error"} == reasons
 
 
-def test_rays_own_serve_dashboard_works(one_rank: Application, prometheus: Prometheus) -> None:
-    """The panels that Ray generates for its Serve LLM view, those about metrics that this application has."""
-    work(one_rank)
-    from ray.dashboard.modules.metrics.dashboards.serve_llm_dashboard_panels import serve_llm_dashboard_config
-
-    ours = {
-        f"ray_{metric.name.replace(':', '_')}{suffix}"
-        for metric in DEFINITIONS
-        for suffix in ("", "_total", "_bucket", "_count", "_sum")
-    }
-    variables = {"$vllm_model_name": MODEL, "$workerid": ".*", "$deployment": ".*", "$interval": "1m"}
-    asked = []
-    for panel in [panel for row in serve_llm_dashboard_config.rows for panel in row.panels]:
-        for target in panel.targets:
-            names = set(re.findall(r"ray_vllm_\w+", target.expr))
-            if not names or not names <= ours:
-                continue
-            expression = target.expr.format(global_filters='SessionName=~".*"')
-            for variable, value in variables.items():
-                expression = expression.replace(variable, value)
-            asked.append(expression)
-    assert len(asked) > 15
-    # One panel looks at whole minutes: wait for one to begin.
-    deadline = time.monotonic() + 90
-    while (empty := [each for each in asked if not prometheus.query(each)]) and time.monotonic() < deadline:
-        work(one_rank)
-    assert not empty
-
-
 def test_one_trace_runs_through_renderer_scheduler_and_rank(one_rank: Application, otlp: Receiver) -> None:
     ask(one_rank, 1000)
     deadline = time.monotonic() + 20
@@ -227,3 +198,32 @@ def test_everything_stays_true_when_a_rank_is_replaced(one_rank: Application, pr
             assert not prometheus.total(f"resets({series(metric, ray=False)}[5m])"), metric.name
     ray = f'{{__name__=~"ray_{states.replace(":", "_")}"}}'
     settles(lambda: prometheus.total(ray) == blocks)
+
+
+def test_rays_own_serve_dashboard_works(one_rank: Application, prometheus: Prometheus) -> None:
+    """The panels that Ray generates for its Serve LLM view, those about metrics that this application has."""
+    work(one_rank)
+    from ray.dashboard.modules.metrics.dashboards.serve_llm_dashboard_panels import serve_llm_dashboard_config
+
+    ours = {
+        f"ray_{metric.name.replace(':', '_')}{suffix}"
+        for metric in DEFINITIONS
+        for suffix in ("", "_total", "_bucket", "_count", "_sum")
+    }
+    variables = {"$vllm_model_name": MODEL, "$workerid": ".*", "$deployment": ".*", "$interval": "1m"}
+    asked = []
+    for panel in [panel for row in serve_llm_dashboard_config.rows for panel in row.panels]:
+        for target in panel.targets:
+            names = set(re.findall(r"ray_vllm_\w+", target.expr))
+            if not names or not names <= ours:
+                continue
+            expression = target.expr.format(global_filters='SessionName=~".*"')
+            for variable, value in variables.items():
+                expression = expression.replace(variable, value)
+            asked.append(expression)
+    assert len(asked) > 15
+    # One panel looks at whole minutes, one of which may have to begin: hence the last test.
+    deadline = time.monotonic() + 90
+    while (empty := [each for each in asked if not prometheus.query(each)]) and time.monotonic() < deadline:
+        work(one_rank)
+    assert not empty

@@ -15,6 +15,7 @@ CLIENTS = 40
 BODY = {"prompt": [5] * 20, "max_tokens": 20, "ignore_eos": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [{"max_waiting_requests": 12}, {"max_waiting_tokens": 240}])
 def test_every_client_is_served_that_comes_back_when_told(limit: dict[str, int]) -> None:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **limit}

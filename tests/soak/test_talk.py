@@ -48,6 +48,7 @@ def run(talk: Talk, seconds: float) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_wrong_answers_and_errors_are_noticed_and_right_ones_are_right(stack: SimulatedStack) -> None:
     talk = Talk(stack.url, seed=0, conversations=3)
     asyncio.run(talk.prepare())

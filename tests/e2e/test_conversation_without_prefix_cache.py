@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.conftest import DEBUG
-from tests.e2e.test_conversation import STEPS, converse
+from tests.e2e.sixteen.test_conversation import STEPS, converse
 from tests.support.application import Application
 
 IMAGES = dict(zip([name for name, _ in STEPS], (2, 2, 3, 3, 2), strict=True))
