@@ -21,6 +21,10 @@ _SPARE_S = 5.0
 _ANSWER_S = 5.0
 """For the connection to a cluster on this machine, or beside it."""
 
+_DEREGISTRATION = ("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2")
+"""So long an idle Renderer behind HAProxy waits for it to look elsewhere before it ends, and by Serve's default half a
+minute, for load balancers that do not ask again elsewhere. Of a cluster of our own."""
+
 
 class _Terminated(BaseException):
     """SIGTERM. No Exception, so that nothing on the way takes it for an error of its own."""
@@ -33,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     timeout_s = load_config(config).server.shutdown_timeout_s
 
     own = not joins_a_cluster()
+    os.environ.setdefault(*_DEREGISTRATION)
     import ray
     from ray.serve.scripts import cli
 
