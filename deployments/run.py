@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,13 @@ from configs.engine import load_config
 
 _SPARE_S = 5.0
 """Beyond server.shutdown_timeout_s, for the Renderers' own answer."""
+
+_ANSWER_S = 5.0
+"""For the connection to a cluster on this machine, or beside it."""
+
+_DEREGISTRATION = ("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2")
+"""So long an idle Renderer behind HAProxy waits for it to look elsewhere before it ends, and by Serve's default half a
+minute, for load balancers that do not ask again elsewhere. Of a cluster of our own."""
 
 
 class _Terminated(BaseException):
@@ -28,11 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parser.parse_args(arguments).config
     timeout_s = load_config(config).server.shutdown_timeout_s
 
+    own = not joins_a_cluster()
+    os.environ.setdefault(*_DEREGISTRATION)
     import ray
     from ray.serve.scripts import cli
 
     sys.argv[0] = str(Path(sys.executable).parent / "serve")  # Ray puts its folder into every worker's path
-    ray.init(namespace="serve")
+    ray.init("local" if own else None, namespace="serve")
     of_ray = signal.getsignal(signal.SIGTERM)
 
     def on_sigterm(*_: Any) -> None:
@@ -43,10 +53,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         cli.main(["run", config], prog_name="serve", standalone_mode=False)
     except _Terminated:
-        _finish(timeout_s)
+        _finish(timeout_s, own)
 
 
-def _finish(timeout_s: float) -> None:
+def joins_a_cluster() -> bool:
+    """Whether there is a Ray cluster to join: the one that RAY_ADDRESS names, else that of `ray start` on this machine.
+
+    Ray finds the latter in a file, which stays behind where Ray was killed: then it would wait for nobody, and fail.
+    """
+    from ray._common.utils import get_ray_address_file
+
+    if address := os.environ.get("RAY_ADDRESS"):
+        return address != "local"
+    file = Path(get_ray_address_file(None))
+    if not file.exists():
+        return False
+    address = file.read_text().strip()
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except (OSError, ValueError, OverflowError):
+        print(
+            f"{file} names a Ray cluster at {address!r}, where nobody answers: starting another (remove the file, or "
+            "set RAY_ADDRESS)",
+            flush=True,
+        )
+        return False
+    print(f"joining the Ray cluster at {address}, which {file} names", flush=True)
+    return True
+
+
+def _finish(timeout_s: float, own: bool) -> None:
     from ray import serve
 
     print(f"SIGTERM: no new requests; those that run get {timeout_s:g} s (server.shutdown_timeout_s)", flush=True)
@@ -58,7 +95,7 @@ def _finish(timeout_s: float) -> None:
             except Exception as error:  # it ends all the same
                 print(f"the Renderers could not be asked to finish: {error!r}", flush=True)
         serve.delete(name)
-    if "RAY_ADDRESS" in os.environ:  # another's cluster goes on
+    if not own:  # another's cluster goes on
         serve.shutdown()
 
 

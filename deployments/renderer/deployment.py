@@ -37,7 +37,10 @@ class ServeEngineClient:
         self._wait_s = wait_s
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        response = self._stream.generate.remote(msgspec.structs.replace(request, reader=self._reader))
+        # Serve's router keeps a call that was cancelled before a replica had it in a reference cycle, and a process at
+        # rest collects none: what it is given of the pixels is taken back when the call ends.
+        pixels = dict(request.pixels)
+        response = self._stream.generate.remote(msgspec.structs.replace(request, reader=self._reader, pixels=pixels))
         try:
             await self._taken(response)
             async with aclosing(read_ahead(response)) as outputs:
@@ -49,6 +52,7 @@ class ServeEngineClient:
             raise
         finally:
             response.cancel()
+            pixels.clear()
 
     async def _taken(self, response: Any) -> None:
         """Returns once a replica has the request: a handle would wait for one for ever."""

@@ -241,6 +241,10 @@ class Engine:
         if self._ended:
             self._refuse(live, self._why_ended(), 503)
             return
+        missing = tuple(item.mm_hash for item in live.request.mm_items if item.mm_hash not in live.request.pixels)
+        if missing:  # its Renderer gave it up on the way here
+            self._refuse(live, "the request came without its images' pixels", 503, lost_mm_hashes=missing)
+            return
         self._stats.record_arrival(live.request)
         try:
             self._scheduler.add_request(live.request)

@@ -11,7 +11,8 @@ FILES = 16
 """Connections to the other processes, which Ray opens when they are first needed."""
 THREADS = 8
 SERVES_BYTES = 65_536
-"""By which Serve's own objects differ from moment to moment; the pixels of the smallest image are 98,304 bytes."""
+"""By which Serve's objects may differ: the built application, what its replicas say of themselves. The pixels of the
+smallest image are 98,304 bytes."""
 
 
 @dataclass(frozen=True)

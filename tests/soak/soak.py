@@ -49,6 +49,8 @@ HAPPENS = {
 }
 """What must have happened, or the soak has shown little; and the counters that say so."""
 SETTLE_S = 90.0
+REPORTS_S = 3.0
+"""In which every process has reported its gauges, and Ray its object store, a second's interval each."""
 
 
 def _steady(before: Quiet, now: Quiet) -> bool:
@@ -122,7 +124,7 @@ class Soak:
         while True:
             for cache in ("prefix", "encoder", "mm"):
                 httpx.post(f"{self.application.url}/reset_{cache}_cache", timeout=60).raise_for_status()
-            await asyncio.sleep(5)
+            await asyncio.sleep(REPORTS_S)
             now = await asyncio.to_thread(quiet, self.application, self.folder, GAUGES)
             idle = now.gauges[RUNNING] == now.gauges[WAITING] == now.gauges[KV] == now.gauges[BLOCKS[0]] == 0
             if idle and previous is not None and _steady(previous, now):
@@ -196,9 +198,9 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12, help="that ask at a time")
     parser.add_argument("--kill-every", type=float, default=60.0, help="seconds between two killed ranks")
     parser.add_argument(
-        "--warm-up", type=float, default=40.0, help="seconds of the same load before memory is compared"
+        "--warm-up", type=float, default=30.0, help="seconds of the same load before memory is compared"
     )
-    parser.add_argument("--conversations", type=int, default=24)
+    parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="build/soak")
     args = parser.parse_args()

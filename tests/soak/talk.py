@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from configs import dialogues, digits
 
 MODEL = "digits-vl"
 WAYS = ("whole", "whole", "stream", "stream", "stream", "slow", "leaves", "leaves", "leaves early")
+PAUSE_S = 0.2
+"""Of those that read slowly, behind each event."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,10 @@ class Talk:
         return expected
 
     async def run(self, clients: int, until: asyncio.Event) -> None:
-        """So many clients ask at random until told to stop; returns when the last has its answer."""
+        """So many clients ask at random until told to stop; returns when the last has its answer.
+
+        Those that read slowly hurry then.
+        """
         await asyncio.gather(*(self._client(random.Random(seed), until) for seed in range(clients)))
 
     async def _client(self, rng: random.Random, until: asyncio.Event) -> None:
@@ -91,8 +97,8 @@ class Talk:
                     if way == "whole":
                         self._check(question, way, await self._whole(http, question))
                     elif way in ("stream", "slow"):
-                        pause = 0.2 if way == "slow" else 0.0
-                        self._check(question, way, await self._stream(http, question, pause))
+                        pauses = until if way == "slow" else None
+                        self._check(question, way, await self._stream(http, question, pauses))
                     else:
                         await self._leave(http, question, rng, early=way == "leaves early")
                         self.tally.counts[way] += 1
@@ -114,7 +120,8 @@ class Talk:
         choice = answer["choices"][0]
         return Expected(choice["message"]["content"], choice["finish_reason"], answer["usage"]["completion_tokens"])
 
-    async def _stream(self, http: httpx.AsyncClient, question: Question, pause: float) -> Expected:
+    async def _stream(self, http: httpx.AsyncClient, question: Question, pauses: asyncio.Event | None) -> Expected:
+        """Pausing behind each event until `pauses` is set."""
         text, reason, tokens = "", "", 0
         async for chunk in self._chunks(http, question):
             if "error" in chunk:
@@ -124,8 +131,9 @@ class Talk:
                 reason = choice["finish_reason"] or reason
             if chunk.get("usage"):
                 tokens = chunk["usage"]["completion_tokens"]
-            if pause:
-                await asyncio.sleep(pause)
+            if pauses is not None:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(pauses.wait(), PAUSE_S)
         return Expected(text, reason, tokens)
 
     async def _leave(self, http: httpx.AsyncClient, question: Question, rng: random.Random, early: bool) -> None:

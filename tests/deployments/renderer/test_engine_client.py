@@ -96,6 +96,33 @@ def test_requests_say_who_reads_them() -> None:
     assert [request.reader for request in asked] == [("renderer", "serve")]
 
 
+def test_a_call_that_was_given_up_holds_no_pixels() -> None:
+    """Serve keeps its arguments until the garbage collector comes by."""
+    asked: list[Any] = []
+
+    class NoReplica(Handle):
+        def remote(self, *arguments: Any) -> "Handle":
+            asked.extend(arguments)
+            return self
+
+        async def _to_object_ref_gen(self) -> None:
+            await asyncio.sleep(60)
+
+    request = make_request("r", ("a", 4), pixels={"a": "pixels"})
+
+    async def leave() -> None:
+        outputs = ServeEngineClient(NoReplica(RuntimeError())).generate(request)
+        reading = asyncio.ensure_future(anext(outputs))
+        await asyncio.sleep(0.01)
+        assert [sent.pixels for sent in asked] == [{"a": "pixels"}]
+        reading.cancel()
+        await asyncio.wait((reading,))
+
+    asyncio.run(leave())
+    assert [sent.pixels for sent in asked] == [{}]
+    assert request.pixels == {"a": "pixels"}  # to be sent again
+
+
 def test_a_bug_of_the_replica_stays_one() -> None:
     with pytest.raises(KeyError):
         ask(Handle(KeyError("x")))

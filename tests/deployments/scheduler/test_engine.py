@@ -296,3 +296,11 @@ def test_lost_pixels_end_their_request_only_and_nothing_of_them_stays(running: R
     running.finished.get(timeout=5)
     assert running.ends["bad~1"].finish_reason in ("stop", "length")
     assert running.gang.rank.num_encoded >= 3  # "b" twice: what stood in for it was not used again
+
+
+def test_a_request_without_its_pixels_is_refused_and_harms_nobody(running: Running):
+    running.submit(make_request("half", *text(2), ("a", 4), ("b", 4), max_tokens=2, pixels={"a": None}))
+    end = running.end_of("half")
+    assert (end.error_status, end.lost_mm_hashes) == (503, ("b",))
+    running.submit(with_image("whole", "a"))
+    assert running.end_of("whole").finish_reason == "length"
