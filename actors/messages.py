@@ -64,6 +64,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: tuple[int, ...] = ()
     """Tokens that the client has received already from another engine: generation goes on behind them."""
     cache_salt: str | None = None
+    block_hashes: bytes = b""
+    """Prefix hashes of the prompt's first full KV blocks, 32 bytes each (`deployments.block_hash`); the engine makes
+    those that are not here."""
     trace_context: dict[str, str] = msgspec.field(default_factory=dict)
     """W3C trace context headers."""
     reader: tuple[str, str] | None = None

@@ -87,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "spans.jsonl"
         changes = {
-            "model": {"path": str(args.checkpoint.resolve()), "name": "digits-vl"},
+            "model": {"path": str(args.checkpoint.resolve()), "served_name": "digits-vl"},
             "telemetry": {"spans_file": str(file)},
         }
         ports = {key: str(free_port()) for key in ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")}
