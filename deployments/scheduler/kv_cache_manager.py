@@ -11,7 +11,8 @@ from deployments.scheduler.request import Request
 class _Refusal(NamedTuple):
     """Of a waiting request for which too few blocks were free."""
 
-    request: Request
+    sequence: int
+    """The request's, which may end and is not to be kept alive."""
     num_freed: int
     """The pool's, then."""
     next_hash: list[bytes]
@@ -61,7 +62,9 @@ class KVCacheManager:
         needed = self.num_missing_blocks(request, request.num_tokens) - len(prefix)
         fits = needed + reserved <= self.pool.num_free_blocks - self.pool.num_unused(prefix)
         if not fits:
-            self._refused = _Refusal(request, self.pool.num_freed, request.block_hashes[len(prefix) : len(prefix) + 1])
+            self._refused = _Refusal(
+                request.sequence, self.pool.num_freed, request.block_hashes[len(prefix) : len(prefix) + 1]
+            )
         return fits
 
     def would_refuse(self, request: Request) -> bool:
@@ -72,7 +75,7 @@ class KVCacheManager:
         it can't take from the free ones either. So it takes a block that came free, or one more that it shares.
         """
         refused = self._refused
-        if refused is None or refused.request is not request or refused.num_freed != self.pool.num_freed:
+        if refused is None or refused.sequence != request.sequence or refused.num_freed != self.pool.num_freed:
             return False
         return not any(map(self.pool.holds, refused.next_hash))
 

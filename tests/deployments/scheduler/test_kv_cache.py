@@ -164,7 +164,8 @@ def test_a_refused_request_is_looked_up_again_when_a_block_came_free() -> None:
     assert not manager.would_refuse(waiting)
     assert not manager.can_admit(waiting, manager.find_prefix(waiting), reserved=0)
     assert manager.would_refuse(waiting)
-    assert not manager.would_refuse(request(*text(16, first=3))), "another one"
+    another = Request(waiting.source, sequence=2, max_model_len=1000)
+    assert not manager.would_refuse(another)
     manager.free(running[0])
     assert not manager.would_refuse(waiting)
     assert manager.can_admit(waiting, manager.find_prefix(waiting), reserved=0)
