@@ -71,6 +71,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """W3C trace context headers."""
     reader: tuple[str, str] | None = None
     """Name and namespace of the Ray actor that reads its outputs: when that dies, the request is dropped."""
+    outputs_to: str | None = None
+    """Local socket at which it reads them, if it can be reached; else they are the items of the call."""
     mm_cache_queries: int = 0
     """Processor cache lookups made for it, in items; the Renderer exports them, the engine only logs them."""
     mm_cache_hits: int = 0
