@@ -64,10 +64,15 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: tuple[int, ...] = ()
     """Tokens that the client has received already from another engine: generation goes on behind them."""
     cache_salt: str | None = None
+    block_hashes: bytes = b""
+    """Prefix hashes of the prompt's first full KV blocks, 32 bytes each (`deployments.block_hash`); the engine makes
+    those that are not here."""
     trace_context: dict[str, str] = msgspec.field(default_factory=dict)
     """W3C trace context headers."""
     reader: tuple[str, str] | None = None
     """Name and namespace of the Ray actor that reads its outputs: when that dies, the request is dropped."""
+    outputs_to: str | None = None
+    """Local socket at which it reads them, if it can be reached; else they are the items of the call."""
     mm_cache_queries: int = 0
     """Processor cache lookups made for it, in items; the Renderer exports them, the engine only logs them."""
     mm_cache_hits: int = 0

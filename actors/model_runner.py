@@ -352,9 +352,15 @@ class ModelRunner:
 
 
 def _sampling_row(request: RankRequest) -> SamplingRow:
+    """With the tokens that its parameters look at: copying a long context for each token costs more than drawing."""
+    params = request.sampling
+    repetition = params.repetition_penalty != 1.0
+    reads_output = repetition or params.frequency_penalty or params.presence_penalty or params.min_tokens
+    prompt = request.token_ids[: request.num_prompt_tokens] if repetition else ()
+    output = request.token_ids[request.num_prompt_tokens :] if reads_output else ()
     return SamplingRow(
-        params=request.sampling,
+        params=params,
         position=len(request.token_ids),
-        prompt_token_ids=np.asarray(request.token_ids[: request.num_prompt_tokens], np.int64),
-        output_token_ids=np.asarray(request.token_ids[request.num_prompt_tokens :], np.int64),
+        prompt_token_ids=np.asarray(prompt, np.int64),
+        output_token_ids=np.asarray(output, np.int64),
     )

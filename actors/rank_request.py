@@ -51,15 +51,24 @@ class RankRequest:
             self.block_ids.extend(change.new_block_ids)
             self._blocks = None
 
-    def slots(self, start: int, stop: int, block_size: int) -> np.ndarray:
-        """KV slots of the positions [start, stop), int64."""
+    @property
+    def blocks(self) -> np.ndarray:
+        """`block_ids` as int64."""
         if self._blocks is None:
             self._blocks = np.asarray(self.block_ids, np.int64)
+        return self._blocks
+
+    def slots(self, start: int, stop: int, block_size: int) -> np.ndarray:
+        """KV slots of the positions [start, stop), int64."""
         positions = np.arange(start, stop)
-        return self._blocks[positions // block_size] * block_size + positions % block_size
+        return self.blocks[positions // block_size] * block_size + positions % block_size
 
     def rope_positions(self, start: int, stop: int) -> np.ndarray:
         """Rotary positions [3, stop - start] of the positions [start, stop), int64."""
         known = self.rope[:, start:stop]
         behind = np.arange(max(start, self.rope.shape[1]), stop) + self.rope_delta
         return np.concatenate([known, np.broadcast_to(behind, (3, len(behind)))], axis=1)
+
+    def rope_position(self, position: int) -> np.ndarray | int:
+        """Rotary positions [3] of one position; a number where all three are the same."""
+        return self.rope[:, position] if position < self.rope.shape[1] else position + self.rope_delta

@@ -122,18 +122,19 @@ class StepInputs:
 
     def decode(self, requests: Sequence[RankRequest]) -> DecodeCall:
         """The newest token of each request; see DecodeInputs for shapes."""
-        seqs = bucket(self._plan.decode_seqs, len(requests))
-        longest = max(request.num_computed_tokens + 1 for request in requests)
-        context = bucket(self._plan.context_tokens, longest)
+        rows = len(requests)
+        positions = [request.num_computed_tokens for request in requests]
+        seqs = bucket(self._plan.decode_seqs, rows)
+        context = bucket(self._plan.context_tokens, max(positions) + 1)
         arrays = self._empty_decode(seqs, context)
-        for row, request in enumerate(requests):
-            position = request.num_computed_tokens
-            arrays["token_ids"][row] = request.token_ids[position]
-            arrays["rope_positions"][:, row] = request.rope_positions(position, position + 1)[:, 0]
-            arrays["slot_mapping"][row] = request.slots(position, position + 1, self._block_size)[0]
-            used = position // self._block_size + 1
-            arrays["block_tables"][row, :used] = request.block_ids[:used]
-            arrays["context_lens"][row] = position + 1
+        arrays["token_ids"][:rows] = [request.token_ids[at] for request, at in zip(requests, positions, strict=True)]
+        arrays["context_lens"][:rows] = positions
+        arrays["context_lens"][:rows] += 1
+        for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
+            block, offset = divmod(position, self._block_size)
+            arrays["rope_positions"][:, row] = request.rope_position(position)
+            arrays["slot_mapping"][row] = request.block_ids[block] * self._block_size + offset
+            arrays["block_tables"][row, : block + 1] = request.blocks[: block + 1]
         inputs = DecodeInputs(**{name: torch.from_numpy(array) for name, array in arrays.items()})
         return DecodeCall(f"decode/{seqs}x{context}", len(requests), inputs)
 

@@ -37,7 +37,7 @@ class Running:
 def ours(checkpoint: Path, log: Path, max_model_len: int) -> Iterator[Running]:
     """`configs/laptop.yaml` with this checkpoint in fp32, behind HAProxy as `make serve` runs it."""
     changes = {
-        "model": {"path": str(checkpoint), "name": "bench", "dtype": "float32", "max_model_len": max_model_len},
+        "model": {"path": str(checkpoint), "served_name": "bench", "dtype": "float32", "max_model_len": max_model_len},
         "telemetry": {"stats_interval_s": 3600},
     }
     ports = {name: str(free_port()) for name in ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")}

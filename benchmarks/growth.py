@@ -35,7 +35,6 @@ from actors.messages import EngineRequest, MMItem, SamplingParams, TokenLogprobs
 from configs.engine import EngineConfig, parse_config
 from deployments.renderer.processor import ProcessedImage
 from deployments.renderer.processor_cache import ProcessorCache
-from deployments.scheduler.block_hash import extend_block_hashes
 from deployments.scheduler.encoder_cache_manager import EncoderCacheManager
 from deployments.scheduler.request import Request
 from deployments.scheduler.scheduler import Scheduler
@@ -74,7 +73,8 @@ def config_of(running: int, waiting: int) -> EngineConfig:
             "scheduler": {
                 "max_num_seqs": running,
                 "max_num_batched_tokens": 16384,
-                "max_waiting_requests": max(1, running + waiting),
+                "max_waiting_requests": running + waiting,
+                "max_waiting_tokens": 32 * (running + waiting),
             },
         }
     )
@@ -94,7 +94,7 @@ def decode_step(running: int, waiting: int, steps: int = 60) -> tuple[float, flo
         output = scheduler.schedule(clock)
         between = time.perf_counter()
         assert output is not None
-        sampled = {request_id: TokenLogprobs(token_id=7, logprob=0.0) for request_id in scheduler.requests}
+        sampled = {request_id: TokenLogprobs(token_id=7, logprob=0.0) for request_id in output.num_scheduled_tokens}
         before = time.perf_counter()
         scheduler.update_from_output(output, sampled)
         if output.phase == "decode" and len(scheduler.running) == running:
@@ -152,7 +152,7 @@ def prefix_lookup(tokens: int) -> tuple[float, float]:
     )
     pool = scheduler.kv.pool
     first = Request(request(0, tokens), 0, 2 * tokens)
-    extend_block_hashes(first, scheduler.kv.block_size)
+    first.extend_block_hashes(scheduler.kv.block_size)
     for block_id, block_hash in zip(pool.allocate(len(first.block_hashes)), first.block_hashes, strict=True):
         pool.register(block_id, block_hash)
     hashing: list[float] = []
@@ -160,7 +160,7 @@ def prefix_lookup(tokens: int) -> tuple[float, float]:
     for _ in range(5):
         again = Request(request(0, tokens), 0, 2 * tokens)
         with timed(hashing):
-            extend_block_hashes(again, scheduler.kv.block_size)
+            again.extend_block_hashes(scheduler.kv.block_size)
         with timed(finding):
             found = scheduler.kv.find_prefix(again)
         assert len(found) >= tokens // scheduler.kv.block_size - 1

@@ -58,6 +58,12 @@ class Client:
         self._client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=900, max_retries=0)
         self._model = model
 
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
     async def ask(self, text: str, images: Sequence[str] = (), tokens: int = 32) -> Timing:
         content = [{"type": "image_url", "image_url": {"url": url}} for url in images]
         begin = time.perf_counter()
@@ -139,7 +145,11 @@ async def thirty_images(client: Client, rng: np.random.Generator) -> AsyncIterat
 
 async def measure(url: str, model: str, seed: int, repeats: int, thirty: bool) -> Samples:
     """Every workload once, after a warm-up with inputs of their own. `seed` is another one in every round."""
-    client = Client(url, model)
+    async with Client(url, model) as client:
+        return await _measure(client, seed, repeats, thirty)
+
+
+async def _measure(client: Client, seed: int, repeats: int, thirty: bool) -> Samples:
     samples: Samples = defaultdict(list)
     warm = np.random.default_rng([seed, 1])
     for _ in range(2):

@@ -193,6 +193,9 @@ class ServerSettings(Settings):
     max_body_bytes: int = Field(64 * 1024**2, ge=1)
     engine_wait_s: float = Field(120.0, ge=0)
     """While no Scheduler replica takes a request (the only one is being replaced) it waits so long, then gets 503."""
+    output_channel: Literal["auto", "serve"] = "auto"
+    """How tokens come from an engine to a Renderer. auto: over a local socket, a message per step for all requests,
+    where both are on one node; else as serve: as items of a Serve stream for each request."""
     shutdown_timeout_s: float = Field(20.0, ge=0)
     """On SIGTERM, or when a replica is replaced: requests that run get so long to finish."""
 

@@ -11,22 +11,26 @@ import msgspec
 from actors.messages import EngineOutput, TokenLogprobs
 
 
-class _Merged:
-    """Outputs in a row as one."""
+class Merged:
+    """Outputs of a request in a row, as one."""
 
     def __init__(self, output: EngineOutput) -> None:
         self._last = output
-        self._token_ids: list[int] = list(output.token_ids)
-        self._logprobs: list[TokenLogprobs] = list(output.logprobs)
-        self._num_cached_tokens = output.num_cached_tokens
+        self._several = False
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_cached_tokens = 0
 
     def add(self, output: EngineOutput) -> None:
+        if not self._several:
+            self._several = True
+            self._take(self._last)
+        self._take(output)
         self._last = output
-        self._token_ids += output.token_ids
-        self._logprobs += output.logprobs
-        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
 
     def output(self) -> EngineOutput:
+        if not self._several:
+            return self._last
         return msgspec.structs.replace(
             self._last,
             token_ids=tuple(self._token_ids),
@@ -34,21 +38,34 @@ class _Merged:
             num_cached_tokens=self._num_cached_tokens,
         )
 
+    def _take(self, output: EngineOutput) -> None:
+        self._token_ids += output.token_ids
+        self._logprobs += output.logprobs
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+
+
+def append(unread: deque[Merged], output: EngineOutput) -> None:
+    """Behind what nobody has read yet. An error stays apart from the tokens before it, which its reader sees first."""
+    if not unread or output.error is not None:
+        unread.append(Merged(output))
+    else:
+        unread[-1].add(output)
+
 
 class OutputBuffer:
     """Outputs that nobody has read yet are merged into one.
 
     `put` never waits: who reads slowly holds nobody up, finds every token when they come, and costs no more than the
-    tokens of one answer, `max_tokens` of them with the log probabilities asked for. An error stays apart from the
-    tokens before it, which its reader is to see first.
+    tokens of one answer, `max_tokens` of them with the log probabilities asked for.
     """
 
     def __init__(self) -> None:
         """On the event loop of its reader."""
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._lock = threading.Lock()
         self._readable = asyncio.Event()
-        self._unread: deque[_Merged] = deque()
+        self._unread: deque[Merged] = deque()
         self._ended = False
 
     def __len__(self) -> int:
@@ -59,10 +76,7 @@ class OutputBuffer:
         """From any thread."""
         with self._lock:
             wake = not self._unread
-            if wake or output.error is not None:
-                self._unread.append(_Merged(output))
-            else:
-                self._unread[-1].add(output)
+            append(self._unread, output)
         if wake:
             self._wake()
 
@@ -83,13 +97,21 @@ class OutputBuffer:
         return first.output()
 
     def _wake(self) -> None:
+        if threading.get_ident() == self._thread:
+            self._readable.set()
+            return
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(self._readable.set)
 
 
-async def read_ahead(outputs: AsyncIterator[EngineOutput]) -> AsyncGenerator[EngineOutput, None]:
-    """The same outputs, those merged that came while nobody read here. Closing it stops the reading."""
-    buffer = OutputBuffer()
+async def read_ahead(
+    outputs: AsyncIterator[EngineOutput], buffer: OutputBuffer | None = None
+) -> AsyncGenerator[EngineOutput, None]:
+    """The same outputs, those merged that came while nobody read here. Closing it stops the reading.
+
+    `buffer`: what others put into it comes along.
+    """
+    buffer = OutputBuffer() if buffer is None else buffer
 
     async def fill() -> None:
         try:

@@ -12,6 +12,7 @@ import msgspec
 from actors.messages import EngineOutput, EngineRequest
 from configs.engine import EngineConfig
 from deployments.output_buffer import read_ahead
+from deployments.output_channel import OutputReceiver, Receiving
 from deployments.renderer.announce import announce
 from deployments.renderer.draining import Drain, DrainMiddleware
 from deployments.renderer.engine_client import EngineLostError, EngineUnavailableError
@@ -21,6 +22,7 @@ from telemetry.recorder import ENGINE, create_recorder, replica_tags
 
 logger = logging.getLogger("trn_vision_serve")
 
+LAST_OUTPUT_TIMEOUT_S = 10.0
 HEALTH_TIMEOUT_S = 2.0
 """Without a replica of the Scheduler a call waits for one; who asks for /health wants an answer."""
 
@@ -28,31 +30,43 @@ HEALTH_TIMEOUT_S = 2.0
 class ServeEngineClient:
     """EngineClient over the Scheduler deployment's handle."""
 
-    def __init__(self, handle: Any, reader: tuple[str, str] | None = None, wait_s: float = 120.0) -> None:
-        """`reader`: name and namespace of this process's actor. `wait_s`: for a replica that takes a request."""
+    def __init__(
+        self,
+        handle: Any,
+        reader: tuple[str, str] | None = None,
+        wait_s: float = 120.0,
+        receiver: OutputReceiver | None = None,
+    ) -> None:
+        """`reader`: name and namespace of this process's actor. `wait_s`: for a replica that takes a request.
+        `receiver`: takes the outputs of engines on this node, once it has started."""
         # Pixels travel as object references inside the request, so requests go by actor call, not by Serve's gRPC.
         self._handle = handle.options(_by_reference=True)
         self._stream = handle.options(stream=True, _by_reference=True)
         self._reader = reader
         self._wait_s = wait_s
+        self._receiver = receiver or OutputReceiver()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         # Serve's router keeps a call that was cancelled before a replica had it in a reference cycle, and a process at
         # rest collects none: what it is given of the pixels is taken back when the call ends.
         pixels = dict(request.pixels)
-        response = self._stream.generate.remote(msgspec.structs.replace(request, reader=self._reader, pixels=pixels))
-        try:
-            await self._taken(response)
-            async with aclosing(read_ahead(response)) as outputs:
-                async for output in outputs:
-                    yield output
-        except Exception as error:
-            if _is_loss(error):
-                raise EngineLostError("the engine was lost; the request may be sent again") from error
-            raise
-        finally:
-            response.cancel()
-            pixels.clear()
+        address = self._receiver.address if self._receiver.started else None
+        request = msgspec.structs.replace(request, reader=self._reader, outputs_to=address, pixels=pixels)
+        with self._receiver.receiving(request.request_id) as receiving:
+            response = self._stream.generate.remote(request)
+            try:
+                await self._taken(response)
+                items = response if address is None else _until_complete(response, receiving)
+                async with aclosing(read_ahead(items, receiving.buffer)) as outputs:
+                    async for output in outputs:
+                        yield output
+            except Exception as error:
+                if _is_loss(error):
+                    raise EngineLostError("the engine was lost; the request may be sent again") from error
+                raise
+            finally:
+                response.cancel()
+                pixels.clear()
 
     async def _taken(self, response: Any) -> None:
         """Returns once a replica has the request: a handle would wait for one for ever."""
@@ -82,6 +96,22 @@ class ServeEngineClient:
         except Exception as error:
             logger.warning("the engine is not ready: %r", error)
             return False
+
+
+async def _until_complete(items: AsyncIterator[EngineOutput], receiving: Receiving) -> AsyncIterator[EngineOutput]:
+    """The outputs that come as items of the call, if any do. Ends when the last output is here, whichever way it came.
+
+    What comes over the socket was sent before the call ended, but may be read a moment later.
+    """
+    async for output in items:
+        yield output
+        if output.finish_reason is not None:
+            return
+    try:
+        async with asyncio.timeout(LAST_OUTPUT_TIMEOUT_S):
+            await receiving.complete.wait()
+    except TimeoutError:
+        raise EngineLostError("the engine's call ended before its outputs did") from None
 
 
 def _is_loss(error: Exception) -> bool:
@@ -118,7 +148,11 @@ class RendererDeployment:
         context = ray.get_runtime_context()
         name = context.get_actor_name()
         assert name is not None, "Serve names its replicas"
-        engine = ServeEngineClient(scheduler, (name, context.namespace), config.server.engine_wait_s)
+        receiver = OutputReceiver()
+        if config.server.output_channel == "auto":
+            await receiver.start()
+        reader = name, context.namespace
+        engine = ServeEngineClient(scheduler, reader, config.server.engine_wait_s, receiver)
         recorder = create_recorder(config.model, ENGINE, replica_tags())
         self._renderer = Renderer(config, checkpoint, engine, recorder, store=ray.put)
         self._api = build_api(self._renderer, config, prometheus.render)

@@ -15,6 +15,7 @@ import numpy as np
 
 from actors.messages import EngineRequest, SamplingParams
 from configs.engine import EngineConfig
+from deployments.block_hash import prompt_hashes
 from deployments.renderer import answers, generation
 from deployments.renderer.answers import Answer, ChatFormat, CompletionFormat, Format
 from deployments.renderer.chat import Prompt, PromptBuilder, find_images, num_characters
@@ -255,6 +256,7 @@ class Renderer:
         choices = []
         for p, prompt in enumerate(prompts):
             siblings = Siblings(n)
+            block_hashes = await self._block_hashes(prompt, body.cache_salt)
             for i in range(n):
                 sampling = self._sampling(body, max_tokens[p], num_logprobs, (seed + i) % 2**63)
                 request = EngineRequest(
@@ -265,6 +267,7 @@ class Renderer:
                     mm_items=prompt.mm_items,
                     pixels=prompt.pixels,
                     cache_salt=body.cache_salt,
+                    block_hashes=block_hashes,
                     trace_context=dict(scope.headers),
                     mm_cache_queries=scope.mm_cache_queries if i == 0 else 0,
                     mm_cache_hits=scope.mm_cache_hits if i == 0 else 0,
@@ -279,6 +282,14 @@ class Renderer:
         if body.stream:
             return answers.stream(answer, style, deltas, include_usage=body.include_usage)
         return await answers.collect(answer, style, deltas)
+
+    async def _block_hashes(self, prompt: Prompt, salt: str | None) -> bytes:
+        """Of the prompt's full KV blocks, for the prefix cache."""
+        settings = self._config.kv_cache
+        if not settings.enable_prefix_caching:
+            return b""
+        make = partial(prompt_hashes, prompt.token_ids, prompt.mm_items, salt, settings.block_size)
+        return bytes(await self._slowly(make, inline=len(prompt.token_ids) < INLINE_CHARACTERS))
 
     def _check_waiting_tokens(self, prompts: list[Prompt], n: int) -> None:
         """Choices come to the engine all at once: more tokens than may wait there would never fit."""

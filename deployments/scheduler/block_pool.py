@@ -19,6 +19,8 @@ class BlockPool:
         self._cached: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         """Next to be allocated first."""
+        self.num_freed = 0
+        """Blocks that came free, ever."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -39,6 +41,10 @@ class BlockPool:
                 break
             blocks.append(block_id)
         return blocks
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a block of this content is findable."""
+        return block_hash in self._cached
 
     def num_unused(self, block_ids: Sequence[int]) -> int:
         """How many of these are free: taking them makes so many fewer allocatable."""
@@ -79,6 +85,7 @@ class BlockPool:
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if not self._ref_counts[block_id]:
+                self.num_freed += 1
                 self._free[block_id] = None
                 if self._hashes[block_id] is None:
                     self._free.move_to_end(block_id, last=False)

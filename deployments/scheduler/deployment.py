@@ -4,10 +4,12 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 from actors.messages import EngineOutput, EngineRequest
 from actors.plan import make_plan
 from configs.engine import EngineConfig
+from deployments.output_channel import OutputSenders
 from telemetry import spans
 from telemetry.logs import configure
 from telemetry.recorder import ENGINE, create_recorder, replica_tags
@@ -57,12 +59,25 @@ class SchedulerDeployment:
         self._engine = Engine(Scheduler(config), group, stats, config.debug.check_invariants, find_lost)
         self._engine.start()
         self._readers = Readers(self._engine.drop)
+        self._senders = OutputSenders()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Stream a request's tokens as they are sampled; a consumer that goes away, or dies, aborts it."""
+        """Compute a request, which a consumer that goes away, or dies, aborts. Its tokens go out as they are sampled:
+        to the socket that it names, or as items of this stream where that is not on this node."""
         with self._readers.reading(request):
-            async for output in self._engine.stream(request):
-                yield output
+            sender = await self._senders.to(request.outputs_to)
+            if sender is None:
+                async for output in self._engine.stream(request):
+                    yield output
+                return
+            try:
+                await sender.carry(request.request_id, partial(self._engine.submit, request, sender.put))
+                return
+            except ConnectionError as error:
+                lost = str(error)
+            finally:
+                self._engine.abort(request.request_id)
+            yield EngineOutput(request_id=request.request_id, finish_reason="error", error=lost, error_status=503)
 
     async def reset_prefix_cache(self) -> None:
         """Forget every KV block that no running request holds."""

@@ -1,11 +1,22 @@
 """KVCacheManager: each request's KV blocks, and the prefix cache over them."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from configs.engine import KVCacheSettings
-from deployments.scheduler.block_hash import extend_block_hashes
 from deployments.scheduler.block_pool import BlockPool
 from deployments.scheduler.request import Request
+
+
+class _Refusal(NamedTuple):
+    """Of a waiting request for which too few blocks were free."""
+
+    sequence: int
+    """The request's, which may end and is not to be kept alive."""
+    num_freed: int
+    """The pool's, then."""
+    next_hash: list[bytes]
+    """Of the first block behind its prefix, if that is a full one."""
 
 
 class KVCacheManager:
@@ -22,6 +33,7 @@ class KVCacheManager:
         self._caching = settings.enable_prefix_caching
         self._epoch = 0
         """Advanced by a reset: blocks filled before it are never registered after it."""
+        self._refused: _Refusal | None = None
 
     @property
     def usage(self) -> float:
@@ -32,7 +44,7 @@ class KVCacheManager:
         """Blocks of the longest computed prefix, the last token excepted: it must be computed to be sampled from."""
         if not self._caching:
             return []
-        extend_block_hashes(request, self.block_size)
+        request.extend_block_hashes(self.block_size)
         limit = self._num_looked_up(request)
         hashes = request.block_hashes
         return self.pool.lookup(hashes if len(hashes) <= limit else hashes[:limit])
@@ -48,7 +60,24 @@ class KVCacheManager:
     def can_admit(self, request: Request, prefix: Sequence[int], reserved: int) -> bool:
         """Whether all tokens of a waiting request fit behind `prefix`, with `reserved` free blocks left over."""
         needed = self.num_missing_blocks(request, request.num_tokens) - len(prefix)
-        return needed + reserved <= self.pool.num_free_blocks - self.pool.num_unused(prefix)
+        fits = needed + reserved <= self.pool.num_free_blocks - self.pool.num_unused(prefix)
+        if not fits:
+            self._refused = _Refusal(
+                request.sequence, self.pool.num_freed, request.block_hashes[len(prefix) : len(prefix) + 1]
+            )
+        return fits
+
+    def would_refuse(self, request: Request) -> bool:
+        """Whether `can_admit` refused this request last and nothing has happened since that could let it in.
+
+        NOTE: looking its prefix up anew in every step, a long prompt at the head of the queue would slow down everybody
+        whom it waits for. Blocks that others take of its prefix, or give back, do not matter: what it need not take
+        it can't take from the free ones either. So it takes a block that came free, or one more that it shares.
+        """
+        refused = self._refused
+        if refused is None or refused.sequence != request.sequence or refused.num_freed != self.pool.num_freed:
+            return False
+        return not any(map(self.pool.holds, refused.next_hash))
 
     def admit(self, request: Request, prefix: list[int]) -> None:
         """Give a waiting request its prefix hit, and count it unless it was counted before."""
@@ -78,7 +107,7 @@ class KVCacheManager:
         end = request.num_computed_tokens // self.block_size
         if not self._caching or request.cache_epoch != self._epoch or end <= request.num_registered_blocks:
             return
-        extend_block_hashes(request, self.block_size)
+        request.extend_block_hashes(self.block_size)
         for index in range(request.num_registered_blocks, end):
             self.pool.register(request.block_ids[index], request.block_hashes[index])
         request.num_registered_blocks = end
@@ -97,3 +126,4 @@ class KVCacheManager:
         """The ranks' blocks are gone. The caller has taken every request's blocks back."""
         self.pool = BlockPool(self.pool.num_blocks)
         self._epoch += 1
+        self._refused = None

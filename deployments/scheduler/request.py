@@ -5,6 +5,7 @@ from enum import Enum, auto
 from typing import Any
 
 from actors.messages import EngineRequest, FinishReason, MMItem
+from deployments.block_hash import extend_block_hashes, split_hashes
 
 
 class RequestError(Exception):
@@ -80,7 +81,7 @@ class Request:
         """In which it was scheduled and that the gang failed to compute, since its last token."""
 
         # Over the request's whole life: nothing of it is counted or told twice.
-        self.block_hashes: list[bytes] = []
+        self.block_hashes = split_hashes(source.block_hashes)
         """Prefix hashes of its full blocks, extended as tokens arrive."""
         continued = bool(source.output_token_ids)  # another engine began it, and counted it
         self.prefix_counted = continued
@@ -108,6 +109,16 @@ class Request:
     def pixels(self) -> dict[str, Any]:
         """mm_hash -> reference to the pixels."""
         return self.source.pixels
+
+    def extend_block_hashes(self, block_size: int) -> None:
+        """Hash the full blocks that have no hash yet."""
+        extend_block_hashes(self.block_hashes, self.token_ids, self.mm_items, self.cache_salt, block_size)
+
+    def check_block_hashes(self, block_size: int) -> None:
+        """Raises AssertionError unless the hashes that came with the request are those that the engine would make."""
+        own: list[bytes] = []
+        extend_block_hashes(own, self.token_ids, self.mm_items, self.cache_salt, block_size)
+        assert self.block_hashes == own[: len(self.block_hashes)], f"{self.request_id}: wrong block hashes"
 
     def first_item_after(self, num_tokens: int) -> int:
         """Index of the first item that does not lie wholly within the first `num_tokens` tokens."""

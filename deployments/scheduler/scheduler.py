@@ -98,6 +98,8 @@ class Scheduler:
         check_room(source, self.waiting, self.queue_rate, self.clock, self.config.scheduler)
         self._num_arrived += 1
         request = Request(source, self._num_arrived, self.config.model.max_model_len)
+        if self.config.debug.check_invariants:
+            request.check_block_hashes(self.kv.block_size)
         if request.length_reached():
             # Another engine gave it its last token, and only the word that it was the last got lost.
             self._outputs.append(EngineOutput(request_id=request.request_id, finish_reason="length"))
@@ -314,6 +316,8 @@ class Scheduler:
         overtaken = 0
         for request in list(islice(self.waiting, free_seqs + MAX_OVERTAKEN)):
             if not free_seqs or not plan.token_budget or overtaken > MAX_OVERTAKEN or plan.excludes(request):
+                break
+            if self.kv.would_refuse(request):
                 break
             prefix = self.kv.find_prefix(request)
             start = len(prefix) * self.kv.block_size

@@ -47,6 +47,15 @@ def test_the_start_is_reported_stage_by_stage(one_rank: Application) -> None:
     assert f"{one_rank.url}/v1/chat/completions" in log[positions[-1] :]
 
 
+def test_tokens_come_over_a_local_socket(one_rank: Application) -> None:
+    """On one node, and not as items of a Serve stream, which is how the sixteen ranks of these tests send them."""
+    one_rank.client.chat.completions.create(model=MODEL, messages=images_of(3), max_tokens=2)
+    (renderer,) = processes(one_rank, "ServeReplica:trn-vision-serve:Renderer")
+    sockets = [each.laddr for each in renderer.net_connections("unix") if "tvs-outputs-" in str(each.laddr)]
+    assert len(sockets) == 2, "the one that listens, and the engine's"
+    assert len(set(sockets)) == 1
+
+
 def test_a_killed_rank_loses_nothing(one_rank: Application) -> None:
     """The stream pauses while the gang starts anew, and ends as an undisturbed one does."""
     messages = images_of(4)

@@ -2,12 +2,15 @@
 
 import time
 
+import msgspec
 import openai
 import pytest
 
 from actors.messages import EngineOutput, EngineRequest, TokenLogprobs
+from deployments.block_hash import HASH_BYTES
 from deployments.renderer.engine_client import EngineUnavailableError
 from deployments.renderer.tokenizer import PromptTokenizer
+from deployments.scheduler.request import Request
 from tests.deployments.renderer.conftest import Served, encoded, image_part, picture
 from tests.deployments.renderer.fake_engine import finish, say, tokens
 
@@ -262,6 +265,21 @@ def test_images_reach_the_engine_and_are_cached(served: Served):
     new = encoded(picture(96, 64, 3))
     ask(new, new)
     assert served.counters.values == (7, 4)
+
+
+def test_a_prompt_is_hashed_once_as_the_engine_would(served: Served):
+    parts = [image_part(encoded(picture(96, 64, 5))), {"type": "text", "text": "Read. " * 20}]
+    for salt in ({}, {"cache_salt": "tenant"}):
+        chat(served, messages=[{"role": "user", "content": parts}], n=2, extra_body=salt)
+    plain, sibling, salted, _ = served.engine.requests
+    assert sibling.block_hashes is plain.block_hashes
+    assert len(plain.block_hashes) == HASH_BYTES * (len(plain.token_ids) // 16)
+    assert salted.token_ids == plain.token_ids
+    for request in (plain, salted):
+        made_by_engine = Request(msgspec.structs.replace(request, block_hashes=b""), 1, 512)
+        made_by_engine.extend_block_hashes(16)
+        assert Request(request, 1, 512).block_hashes == made_by_engine.block_hashes
+    assert salted.block_hashes != plain.block_hashes
 
 
 def test_models_version_health_metrics(served: Served):

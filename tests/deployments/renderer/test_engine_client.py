@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from actors.messages import EngineOutput, EngineRequest
+from deployments.output_channel import OutputReceiver, OutputSenders
 from deployments.renderer.deployment import ServeEngineClient
 from deployments.renderer.engine_client import EngineLostError, EngineUnavailableError
 from tests.deployments.scheduler.simulation import make_request
@@ -121,6 +123,67 @@ def test_a_call_that_was_given_up_holds_no_pixels() -> None:
     asyncio.run(leave())
     assert [sent.pixels for sent in asked] == [{}]
     assert request.pixels == {"a": "pixels"}  # to be sent again
+
+
+class SendsBeside(Handle):
+    """A call without items, of which the outputs come over the socket once it has ended."""
+
+    def __init__(self, *outputs: EngineOutput) -> None:
+        super().__init__(RuntimeError())
+        self.outputs = outputs
+        self.request = make_request("r", 1)
+
+    def remote(self, request: EngineRequest) -> Handle:
+        self.request = request
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        asyncio.get_running_loop().call_later(0.05, lambda: asyncio.ensure_future(self._send()))
+        return
+        yield
+
+    async def _send(self) -> None:
+        sender = await OutputSenders().to(self.request.outputs_to)
+        assert sender is not None
+        for output in self.outputs:
+            sender.put(output)
+
+
+def read_beside(handle: Handle) -> list[EngineOutput]:
+    async def read() -> list[EngineOutput]:
+        receiver = OutputReceiver()
+        await receiver.start()
+        client = ServeEngineClient(handle, receiver=receiver)
+        outputs = [output async for output in client.generate(make_request("r", 1))]
+        assert not receiver._receiving
+        receiver.close()
+        return outputs
+
+    return asyncio.run(asyncio.wait_for(read(), 5))
+
+
+def test_outputs_may_come_behind_the_end_of_their_call() -> None:
+    outputs = EngineOutput(request_id="r", token_ids=(1,)), EngineOutput(request_id="r", finish_reason="stop")
+    (both,) = read_beside(SendsBeside(*outputs))
+    assert (both.token_ids, both.finish_reason) == ((1,), "stop")
+
+
+def test_a_call_that_ended_without_its_last_output_is_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.renderer.deployment.LAST_OUTPUT_TIMEOUT_S", 0.2)
+    handle = SendsBeside(EngineOutput(request_id="r", token_ids=(1,)))
+    with pytest.raises(EngineLostError, match="ended before its outputs did"):
+        read_beside(handle)
+    assert handle.cancelled
+
+
+def test_an_engine_that_cannot_reach_the_socket_answers_the_call() -> None:
+    class Answers(SendsBeside):
+        async def __aiter__(self) -> AsyncIterator[Any]:
+            for output in self.outputs:
+                yield output
+
+    end = EngineOutput(request_id="r", finish_reason="stop")
+    assert read_beside(Answers(end)) == [end]
 
 
 def test_a_bug_of_the_replica_stays_one() -> None:

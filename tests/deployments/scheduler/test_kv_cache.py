@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from configs.engine import KVCacheSettings
-from deployments.scheduler.block_hash import extend_block_hashes
+from deployments.block_hash import prompt_hashes
 from deployments.scheduler.block_pool import BlockPool
 from deployments.scheduler.kv_cache_manager import KVCacheManager
 from deployments.scheduler.request import Request
@@ -19,7 +19,7 @@ def request(*parts: int | tuple[str, int], **fields: Any) -> Request:
 
 def hashes(*parts: int | tuple[str, int], **fields: Any) -> list[bytes]:
     one = request(*parts, **fields)
-    extend_block_hashes(one, 4)
+    one.extend_block_hashes(4)
     return one.block_hashes
 
 
@@ -62,8 +62,22 @@ def test_hashes_extended_token_by_token_equal_those_made_at_once() -> None:
     tokens, one.token_ids = one.token_ids, []
     for token in tokens:
         one.token_ids.append(token)
-        extend_block_hashes(one, 4)
+        one.extend_block_hashes(4)
     assert one.block_hashes == at_once
+
+
+def test_hashes_that_came_with_the_request_are_taken_and_extended() -> None:
+    parts: tuple[int | tuple[str, int], ...] = (*text(5), ("a", 9), *text(3))
+    own = make_request("r", *parts, cache_salt="s")
+    sent = prompt_hashes(own.token_ids, own.mm_items, own.cache_salt, 4)
+    one = request(*parts, cache_salt="s", block_hashes=sent)
+    one.check_block_hashes(4)
+    one.token_ids += text(8)
+    one.extend_block_hashes(4)
+    assert one.block_hashes[:4] == hashes(*parts, cache_salt="s")
+    assert one.block_hashes == hashes(*parts, *text(8), cache_salt="s")
+    with pytest.raises(AssertionError, match="r: wrong block hashes"):
+        request(*parts, block_hashes=sent).check_block_hashes(4)
 
 
 def test_full_prompt_hit_still_recomputes_the_last_token() -> None:
@@ -139,6 +153,36 @@ def test_shared_blocks_are_freed_with_their_last_user() -> None:
     pool.check_integrity([blocks[:1]])
     with pytest.raises(AssertionError, match="references differ"):
         pool.check_integrity([])
+
+
+def test_a_refused_request_is_looked_up_again_when_a_block_came_free() -> None:
+    manager = KVCacheManager(KVCacheSettings(block_size=4, num_blocks=8))
+    running = [request(*text(12, first=first)) for first in (1, 2)]
+    for one in running:
+        compute(manager, one)
+    waiting = request(*text(16, first=3))
+    assert not manager.would_refuse(waiting)
+    assert not manager.can_admit(waiting, manager.find_prefix(waiting), reserved=0)
+    assert manager.would_refuse(waiting)
+    another = Request(waiting.source, sequence=2, max_model_len=1000)
+    assert not manager.would_refuse(another)
+    manager.free(running[0])
+    assert not manager.would_refuse(waiting)
+    assert manager.can_admit(waiting, manager.find_prefix(waiting), reserved=0)
+
+
+def test_a_refused_request_is_looked_up_again_when_its_next_block_was_computed() -> None:
+    manager = KVCacheManager(KVCacheSettings(block_size=4, num_blocks=8))
+    same = request(*text(20))
+    manager.admit(same, manager.find_prefix(same))
+    assert manager.allocate(same, 20)
+    waiting = request(*text(20))
+    for computed, refused in ((4, True), (8, False)):
+        same.num_computed_tokens = computed
+        manager.register_computed(same)
+        assert not manager.would_refuse(waiting)
+        assert manager.can_admit(waiting, manager.find_prefix(waiting), reserved=0) is not refused
+        assert manager.would_refuse(waiting) is refused
 
 
 def test_lookup_of_a_long_prompt_is_linear_and_fast() -> None:

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from actors.messages import SamplingParams, TokenLogprobs
-from deployments.scheduler.request import RequestError
+from deployments.scheduler.request import Request, RequestError
 from deployments.scheduler.scheduler import Scheduler
 from tests.deployments.scheduler.simulation import Simulation, make_config, make_request, reference_output, text
 
@@ -234,6 +234,23 @@ def test_ranks_hear_of_the_end_of_a_hold_window() -> None:
 
 
 # Cost
+
+
+def test_who_waits_for_kv_blocks_is_not_looked_up_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(make_config(kv_cache__num_blocks=16, scheduler__max_num_seqs=2))
+    looked_up = []
+    find_prefix = simulation.scheduler.kv.find_prefix
+
+    def counting(request: Request) -> list[int]:
+        looked_up.append(request.request_id)
+        return find_prefix(request)
+
+    monkeypatch.setattr(simulation.scheduler.kv, "find_prefix", counting)
+    simulation.add(make_request("running", *text(32), sampling=endless(20)))
+    simulation.add(make_request("waiting", *text(40, first=2), sampling=endless(2)))
+    simulation.drain()
+    assert len(simulation.steps) > 20
+    assert looked_up == ["running", "waiting", "waiting"]
 
 
 def _decode_step_seconds(num_waiting: int) -> float:

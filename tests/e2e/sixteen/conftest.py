@@ -11,7 +11,10 @@ from tests.support.application import Application, free_port
 
 @pytest.fixture(scope="package")
 def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
-    """The application of serve_config.yaml behind HAProxy, as `make serve` runs it, started once for all tests."""
+    """The application of serve_config.yaml behind HAProxy, as `make serve` runs it, started once for all tests.
+
+    Its tokens travel as they do between nodes, those of the other applications as on one.
+    """
     log = Path(tmp_path_factory.mktemp("sixteen")) / "serve.log"
     environment = {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -19,5 +22,6 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
     }
-    with Application("serve_config.yaml", DEBUG, log, environment) as application:
+    changes = DEBUG | {"server": DEBUG["server"] | {"output_channel": "serve"}}
+    with Application("serve_config.yaml", changes, log, environment) as application:
         yield application
