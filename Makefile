@@ -80,7 +80,7 @@ test-xla: $(VENV_XLA)/.installed
 	PJRT_DEVICE=CPU $(VENV_XLA)/bin/python -m pytest -m xla tests/xla
 
 fuzz: $(VENV)/.installed-test
-	FUZZ_CASES=$(or $(CASES),10000) $(BIN)/python -m pytest tests/fuzz
+	FUZZ_CASES=$(or $(CASES),10000) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz -n $(WORKERS) --dist loadfile
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.soak.soak --minutes $(MINUTES) $(SOAK)
