@@ -27,7 +27,7 @@ define install
 @echo "installing into $(VENV) (a few minutes the first time)"
 @test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 @$(BIN)/pip install -q -U pip
-@$(BIN)/pip install -q -e '$(1)'
+@$(BIN)/pip install -q $(2) -e '$(1)'
 endef
 
 .PHONY: install serve compile test test-fast test-e2e test-loss test-xla prometheus fuzz soak bench lint format clean
@@ -38,9 +38,9 @@ $(VENV)/.installed: pyproject.toml
 	$(call install,.)
 	@touch $@
 
-# Everything at once on a fresh machine: resolving twice takes half a minute.
+# Everything at once on a fresh machine: resolving twice takes half a minute, and so does compiling what no test imports.
 $(VENV)/.installed-test: pyproject.toml
-	$(call install,.[test$(,)lint])
+	$(call install,.[test$(,)lint],--no-compile)
 	@touch $(VENV)/.installed $@
 
 serve: $(VENV)/.installed
@@ -64,7 +64,7 @@ test-fast: $(VENV)/.installed-test prometheus
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not e2e and not xla and not loss" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-e2e: $(VENV)/.installed-test prometheus
-	$(BIN)/python -m pytest -m e2e
+	$(BIN)/python -m pytest -m e2e tests/e2e
 
 test-loss: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m loss tests/loss

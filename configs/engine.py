@@ -195,7 +195,7 @@ class ServerSettings(Settings):
     """While no Scheduler replica takes a request (the only one is being replaced) it waits so long, then gets 503."""
     output_channel: Literal["auto", "serve"] = "auto"
     """How tokens come from an engine to a Renderer. auto: over a local socket, a message per step for all requests,
-    where both are on one node; else as serve: as items of a Serve stream for each request."""
+    where both are on one node that runs Linux; else as serve: as items of a Serve stream for each request."""
     shutdown_timeout_s: float = Field(20.0, ge=0)
     """On SIGTERM, or when a replica is replaced: requests that run get so long to finish."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -149,7 +150,7 @@ class RendererDeployment:
         name = context.get_actor_name()
         assert name is not None, "Serve names its replicas"
         receiver = OutputReceiver()
-        if config.server.output_channel == "auto":
+        if config.server.output_channel == "auto" and sys.platform == "linux":  # others have no abstract sockets
             await receiver.start()
         reader = name, context.namespace
         engine = ServeEngineClient(scheduler, reader, config.server.engine_wait_s, receiver)

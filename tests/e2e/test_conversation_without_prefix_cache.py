@@ -14,7 +14,8 @@ IMAGES = dict(zip([name for name, _ in STEPS], (2, 2, 3, 3, 2), strict=True))
 @pytest.fixture(scope="module")
 def deltas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, float]]]:
     log = tmp_path_factory.mktemp("sixteen-without") / "serve.log"
-    changes = DEBUG | {"kv_cache": {"enable_prefix_caching": False}}
+    few_buckets = {"model": {"max_model_len": 2048}, "scheduler": {"max_num_seqs": 2}}  # less to warm up
+    changes = DEBUG | few_buckets | {"kv_cache": {"enable_prefix_caching": False}}
     with Application("serve_config.yaml", changes, log) as application:
         yield converse(application)
 
