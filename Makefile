@@ -16,7 +16,8 @@ BIN := $(VENV)/bin
 VENV_XLA := .venv-xla
 CONFIG ?= serve_config.yaml
 MINUTES ?= 30
-WORKERS ?= 2
+# Processes of the fast suite; some tests only wait, so that two cores have room for three.
+WORKERS ?= 3
 
 # HAProxy in front and fewer thread hops inside the replicas: several milliseconds less per request.
 SERVE_ENV := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
