@@ -9,6 +9,7 @@ import pytest
 
 from actors.messages import EngineOutput, EngineRequest, RankOutput, SamplingParams, SchedulerOutput
 from actors.step_channel import RankFailure
+from configs.engine import EngineConfig
 from deployments.scheduler.engine import Engine
 from deployments.scheduler.scheduler import MAX_FAILED_STEPS, Scheduler
 from deployments.scheduler.stats import EngineStats
@@ -19,8 +20,8 @@ CONFIG = make_config(encoder_cache__min_hold_time_ms=HOLD_S * 1000)
 
 
 class FakeGang:
-    def __init__(self) -> None:
-        self.rank = FakeRank(CONFIG)
+    def __init__(self, config: EngineConfig = CONFIG) -> None:
+        self.rank = FakeRank(config)
         self.restarts: list[RankFailure | None] = []
         """What the restarts to come raise; none are to come: nothing."""
         self.num_restarts = 0
@@ -67,9 +68,9 @@ class NoStats:
 
 
 class Running:
-    def __init__(self) -> None:
-        self.scheduler = Scheduler(CONFIG)
-        self.gang = FakeGang()
+    def __init__(self, config: EngineConfig = CONFIG) -> None:
+        self.scheduler = Scheduler(config)
+        self.gang = FakeGang(config)
         self.stats = NoStats()
         self.lost: set[str] = set()
         """mm_hashes of images whose pixels are lost."""

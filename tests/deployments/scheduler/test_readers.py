@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, OwnerDiedError
 
 from actors.messages import EngineRequest
 from deployments.scheduler.readers import Reader, Readers, find_lost
-from tests.deployments.scheduler.simulation import make_request
+from tests.deployments.scheduler.simulation import make_config, make_request
 from tests.deployments.scheduler.test_engine import Running, with_image
 
 HERE, GONE = ("renderer-1", "serve"), ("renderer-2", "serve")
@@ -38,7 +38,7 @@ def test_requests_of_a_dead_reader_are_dropped_and_no_others() -> None:
 
 
 def test_a_dropped_request_frees_its_place_and_its_stream_ends() -> None:
-    running = Running()
+    running = Running(make_config(encoder_cache__min_hold_time_ms=60_000))
 
     async def read() -> list[str | None]:
         request = msgspec.structs.replace(with_image("second", "b"), reader=GONE)
@@ -46,7 +46,7 @@ def test_a_dropped_request_frees_its_place_and_its_stream_ends() -> None:
             return [output.finish_reason async for output in running.engine.stream(request)]
 
     running.submit(with_image("first", "a"))
-    running.end_of("first")  # the second one waits for the end of its hold window
+    running.end_of("first")  # the second one would wait for the end of its hold window
     assert asyncio.run(asyncio.wait_for(read(), 5)) == ["abort"]
     assert not running.scheduler.requests
     running.engine.stop()
