@@ -24,6 +24,8 @@ from telemetry.recorder import ENGINE, create_recorder, replica_tags
 logger = logging.getLogger("trn_vision_serve")
 
 LAST_OUTPUT_TIMEOUT_S = 10.0
+"""A call has ended, and its last output, sent before that over the socket, is still to be read."""
+
 HEALTH_TIMEOUT_S = 2.0
 """Without a replica of the Scheduler a call waits for one; who asks for /health wants an answer."""
 
