@@ -17,7 +17,10 @@ class InjectedError(RuntimeError):
 
 
 def check_fault(folder: str | None, stage: str, rank: int) -> None:
-    """Does what a fault file for this stage and rank says: kill, stop, raise or memory; nothing where there is none."""
+    """Does what a fault file for this stage and rank says: kill, stop, raise or memory; nothing where there is none.
+
+    Raises ValueError for a file that says something else.
+    """
     if folder is None:
         return
     file = Path(folder) / f"{stage}.{rank}"
@@ -28,7 +31,9 @@ def check_fault(folder: str | None, stage: str, rank: int) -> None:
         return
     if fault == "memory":
         raise MemoryError(f"asked for in {stage}")
-    if fault not in SIGNALS:
+    if fault == "raise":
         raise InjectedError(f"asked for in {stage}")
+    if fault not in SIGNALS:
+        raise ValueError(f"{file.name}: {fault!r}; expected kill, stop, raise or memory")
     os.kill(os.getpid(), SIGNALS[fault])
     time.sleep(0.01)  # a stopped process goes on here

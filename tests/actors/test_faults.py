@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from actors.faults import InjectedError, check_fault
+from tests.support.faults import Faults
 
 ROOT = Path(__file__).resolve().parents[2]
 MEET = "import sys; from actors.faults import check_fault; check_fault(sys.argv[1], 'decode', 2); print('met')"
@@ -37,3 +39,27 @@ def test_processes_are_killed_and_stopped(tmp_path: Path) -> None:
     assert os.WIFSTOPPED(status)
     os.kill(stopped.pid, signal.SIGCONT)
     assert stopped.communicate()[0] == b"met\n"
+
+
+def test_a_fault_is_never_read_before_it_is_written(tmp_path: Path) -> None:
+    """A rank looks every few milliseconds while a test asks."""
+    faults, met = Faults(tmp_path), 0
+
+    def ask() -> None:
+        for _ in range(2000):
+            faults.ask("decode.0", "raise")
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while asking.is_alive() or faults.left():
+        try:
+            check_fault(str(tmp_path), "decode", 0)
+        except InjectedError:
+            met += 1
+    assert met > 0
+
+
+def test_what_is_no_fault_is_told_apart(tmp_path: Path) -> None:
+    Faults(tmp_path).ask("decode.0", "")
+    with pytest.raises(ValueError, match=r"decode\.0: ''; expected kill, stop"):
+        check_fault(str(tmp_path), "decode", 0)

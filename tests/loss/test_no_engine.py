@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +16,7 @@ import pytest
 
 from tests.support.application import Application
 from tests.support.clients import MODEL, image_message, processes, samples, wait_until
+from tests.support.faults import Faults
 from tests.support.raw_client import RawClient
 
 ENGINE_WAIT_S = 4
@@ -25,15 +25,10 @@ BODY = {"model": MODEL, "messages": image_message(9000), "temperature": 0, "igno
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
-
-
-@pytest.fixture(scope="module")
-def application(tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Iterator[Application]:
+def application(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator[Application]:
     changes = {
         "server": {"engine_wait_s": ENGINE_WAIT_S},
-        "debug": {"check_invariants": True, "fail_on_new_shape": True, "fault_dir": str(faults)},
+        "debug": {"check_invariants": True, "fail_on_new_shape": True, "fault_dir": str(faults.folder)},
         "encoder_cache": {"num_blocks": 64},
     }
     log = tmp_path_factory.mktemp("no-engine") / "serve.log"
@@ -51,7 +46,7 @@ def stopped(application: Application) -> psutil.Process | None:
     return next((rank for rank in ranks if rank.status() == psutil.STATUS_STOPPED), None)
 
 
-def test_503_until_there_is_an_engine_again(application: Application, faults: Path) -> None:
+def test_503_until_there_is_an_engine_again(application: Application, faults: Faults) -> None:
     before = ask(application).json()["choices"]
     streaming = RawClient(application.port)
     streaming.send("/v1/chat/completions", BODY | {"max_tokens": 3000, "stream": True})
@@ -59,7 +54,7 @@ def test_503_until_there_is_an_engine_again(application: Application, faults: Pa
     begun = [next(events) for _ in range(5)]
     assert not [event for event in begun if "error" in event]
 
-    (faults / "load.0").write_text("stop")
+    faults.ask("load.0", "stop")
     (scheduler,) = processes(application, SCHEDULER)
     scheduler.kill()
     begin = time.monotonic()

@@ -25,6 +25,7 @@ from tests.support.clients import (
     samples,
     wait_until,
 )
+from tests.support.faults import Faults
 
 SEED = 5000
 RANKS = 2
@@ -32,15 +33,15 @@ HANG_S = 10
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
-
-
-@pytest.fixture(scope="module")
-def application(tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Iterator[Application]:
+def application(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator[Application]:
     changes = {
         "parallel": {"world_size": RANKS, "threads_per_rank": 1, "collective_timeout_s": HANG_S},
-        "debug": {"rank_digest": True, "check_invariants": True, "fail_on_new_shape": True, "fault_dir": str(faults)},
+        "debug": {
+            "rank_digest": True,
+            "check_invariants": True,
+            "fail_on_new_shape": True,
+            "fault_dir": str(faults.folder),
+        },
         "model": {"max_model_len": 512},
         "kv_cache": {"num_blocks": 256},
         "encoder_cache": {"num_blocks": 64},
@@ -48,7 +49,7 @@ def application(tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Itera
         "server": {"development_mode": True},
     }
     for stage in ("load.1", "warm_up.0"):  # of the first start and of the second; the third is well
-        (faults / stage).write_text("kill")
+        faults.ask(stage, "kill")
     with Application("configs/laptop.yaml", changes, tmp_path_factory.mktemp("ranks") / "serve.log") as application:
         yield application
 
@@ -73,11 +74,11 @@ def forget_everything(application: Application) -> None:
         application.client.post(f"{application.url}/reset_{cache}_cache", cast_to=object)
 
 
-def test_a_start_survives_ranks_that_are_killed(application: Application, faults: Path) -> None:
+def test_a_start_survives_ranks_that_are_killed(application: Application, faults: Faults) -> None:
     log = application.log.read_text()
     assert re.search(r"rank 1 .*loaded: .*; starting the gang again", log)
     assert re.search(r"rank 0 .*; starting the gang again", log)
-    assert not list(faults.iterdir())
+    assert not faults.left()
     assert sum(restarts(samples(application)).values()) == 2
 
 
@@ -97,7 +98,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_stream_goes_on_as_if_nothing_had_been(
-    application: Application, faults: Path, undisturbed: list[Got], name: str
+    application: Application, faults: Faults, undisturbed: list[Got], name: str
 ) -> None:
     files, line, reasons = FAULTS[name]
     before, pids, lines = samples(application), ranks(application), restart_lines(application)
@@ -106,11 +107,11 @@ def test_every_stream_goes_on_as_if_nothing_had_been(
     clients = Clients(application, SEED)
     clients.wait_for_chunks(3)
     for file, fault in files.items():
-        (faults / file).write_text(fault)
+        faults.ask(file, fault)
     seventeenth = Clients(application, SEED + 100, number=1)  # its image has to be encoded
     assert clients.results() == undisturbed[:-1]
     assert seventeenth.results() == undisturbed[-1:]
-    assert not list(faults.iterdir())
+    assert not faults.left()
 
     after = samples(application)
     check_counters(before, after)
@@ -140,7 +141,7 @@ def test_ranks_killed_from_outside(application: Application, undisturbed: list[G
 
 
 def test_a_gang_that_only_fails_is_given_up_and_its_replica_replaced(
-    application: Application, faults: Path, undisturbed: list[Got]
+    application: Application, faults: Faults, undisturbed: list[Got]
 ) -> None:
     clients = Clients(application, SEED)
     clients.wait_for_chunks(5)
@@ -148,7 +149,7 @@ def test_a_gang_that_only_fails_is_given_up_and_its_replica_replaced(
 
     def keep_failing() -> None:
         while not enough.wait(0.05):
-            (faults / "warm_up.1").write_text("kill")
+            faults.ask("warm_up.1", "kill")
 
     failing = threading.Thread(target=keep_failing)
     failing.start()
@@ -156,7 +157,7 @@ def test_a_gang_that_only_fails_is_given_up_and_its_replica_replaced(
     wait_until(lambda: "giving up" in application.log.read_text(), what="giving up")
     enough.set()
     failing.join()
-    (faults / "warm_up.1").unlink(missing_ok=True)
+    faults.take_back("warm_up.1")
     assert clients.results() == undisturbed[:-1]  # by the replica's successor
     assert "engine stopped" in application.log.read_text()
     wait_until(lambda: len(ranks(application)) == RANKS)
