@@ -12,6 +12,9 @@ from telemetry import probe, prometheus, spans
 _REPLICA_CPUS = 0.1
 """Ray CPUs that each replica's process reserves."""
 
+_IDLE_LOOK_S = 0.5
+"""How often a replica that ends looks whether its last requests are done; Serve's two seconds add up at every stop."""
+
 
 def build(args: EngineConfig) -> Application:
     """Renderer -> Scheduler -> its gang. Options of either deployment can be overridden by name in the Serve config."""
@@ -31,11 +34,13 @@ def build(args: EngineConfig) -> Application:
         health_check_period_s=5,
         health_check_timeout_s=60,
         graceful_shutdown_timeout_s=args.server.shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=_IDLE_LOOK_S,
     )(SchedulerDeployment)
     renderer = serve.deployment(
         name="Renderer",
         ray_actor_options=actor_options,
         max_ongoing_requests=4096,
         graceful_shutdown_timeout_s=args.server.shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=_IDLE_LOOK_S,
     )(serve.ingress()(RendererDeployment))
     return renderer.bind(args, scheduler.bind(args))

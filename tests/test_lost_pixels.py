@@ -10,7 +10,7 @@ from tests.support.local_stack import Stack
 
 CONFIG = {
     "model": {"max_model_len": 512},
-    "parallel": {"world_size": 1, "threads_per_rank": 2, "device": "cpu"},
+    "parallel": {"world_size": 1, "threads_per_rank": 1, "device": "cpu"},
     "kv_cache": {"num_blocks": 128},
     "encoder_cache": {"block_size": 16, "num_blocks": 64},
     "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 128},

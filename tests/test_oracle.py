@@ -20,17 +20,17 @@ NUM_CONVERSATIONS = 240
 CONCURRENCY = 12
 
 TINY = {
-    "model": {"max_model_len": 768},
-    "parallel": {"world_size": 1, "threads_per_rank": 2, "device": "cpu"},
-    "kv_cache": {"block_size": 4, "num_blocks": 192},
+    "model": {"max_model_len": 512},
+    "parallel": {"world_size": 1, "threads_per_rank": 1, "device": "cpu"},
+    "kv_cache": {"block_size": 4, "num_blocks": 128},
     "encoder_cache": {"block_size": 16, "num_blocks": 11, "min_hold_time_ms": 2},
     "processor_cache": {"max_bytes": 4_000_000},
     "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_encoder_embeddings_per_step": 64},
     "debug": {"fail_on_new_shape": True},
 }
 ALONE = {
-    "model": {"max_model_len": 768},
-    "parallel": {"world_size": 1, "threads_per_rank": 2, "device": "cpu"},
+    "model": {"max_model_len": 512},
+    "parallel": {"world_size": 1, "threads_per_rank": 1, "device": "cpu"},
     "kv_cache": {"num_blocks": 256, "enable_prefix_caching": False},
     "processor_cache": {"max_bytes": 0},
     "scheduler": {"max_num_batched_tokens": 1024},
@@ -53,7 +53,7 @@ async def hold(number: int, conversation: dialogues.Conversation, ask: Callable[
 
     Every second conversation goes on talking behind its answers: short ones alone would never run out of KV blocks.
     """
-    length = {"max_tokens": 40, "min_tokens": 40} if number % 2 else {}
+    length = {"max_tokens": 24, "min_tokens": 24} if number % 2 else {}
     answers: list[str] = []
     for turn in range(len(conversation.turns)):
         answers.append(await ask(conversation.messages(turn, answers), **length))

@@ -18,7 +18,7 @@ from tests.support.local_stack import Stack
 
 CONFIG = {
     "model": {"max_model_len": 1024},
-    "parallel": {"world_size": 1, "threads_per_rank": 2, "device": "cpu"},
+    "parallel": {"world_size": 1, "threads_per_rank": 1, "device": "cpu"},
     "kv_cache": {"num_blocks": 96},
 }
 CLIENT_TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

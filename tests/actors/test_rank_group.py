@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,6 +28,26 @@ def cluster() -> Iterator[None]:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+Token = tuple[int, float]
+"""Its id and its log probability."""
+
+
+@dataclass
+class Gang:
+    """Two ranks that have run step 1, and work again whenever a test is done with them."""
+
+    group: RankGroup
+    reported: list[tuple[str, int, int]]
+    first: Token
+
+
+@pytest.fixture(scope="module")
+def gang(cluster: None) -> Iterator[Gang]:
+    group, reported = started("socket", "shared_memory", collective_timeout_s=8)
+    yield Gang(group, reported, run(group, 1))
+    group.shutdown()
 
 
 def plan(channel: str, collectives: str, **parallel: Any) -> EnginePlan:
@@ -75,8 +96,8 @@ def prefill(step_id: int) -> SchedulerOutput:
     )
 
 
-def run(group: RankGroup, step_id: int) -> tuple[int, float]:
-    """Run the step; its token and log probability."""
+def run(group: RankGroup, step_id: int) -> Token:
+    """Run the step; step 1 alone encodes the image."""
     step = prefill(step_id)
     pixels = np.random.default_rng(1).standard_normal((16, 1536), dtype=np.float32)
     items = [("image", 16)] if step.scheduled_encoder_inputs else []
@@ -88,26 +109,53 @@ def run(group: RankGroup, step_id: int) -> tuple[int, float]:
 
 
 @pytest.mark.slow
-def test_both_channels_give_the_same_and_a_dead_gang_starts_anew() -> None:
-    group, reported = started("socket", "shared_memory")
-    buckets = len(group.plan.bucket_names())
-    assert reported[1::2][:1] == [("placed", 2, 2)]
-    assert reported[-1] == ("warmed", buckets, buckets)
-    first = run(group, 1)
-    assert run(group, 2) == first  # from the encoder cache now
-    os.kill(group._pids[1], signal.SIGKILL)
-    with pytest.raises(RankFailure) as raised:
-        run(group, 3)
-    assert raised.value.rank == 1
-    group.restart()
-    assert run(group, 1) == first
-    group.shutdown()
+def test_both_channels_give_the_same(gang: Gang) -> None:
+    buckets = len(gang.group.plan.bucket_names())
+    assert gang.reported[1::2][:1] == [("placed", 2, 2)]
+    assert gang.reported[-1] == ("warmed", buckets, buckets)
+    assert run(gang.group, 2) == gang.first  # from the encoder cache now
 
     by_calls, _ = started("actor_call", "gloo")
     token, logprob = run(by_calls, 1)
-    assert token == first[0]
-    assert logprob == pytest.approx(first[1], abs=1e-4)
+    assert token == gang.first[0]
+    assert logprob == pytest.approx(gang.first[1], abs=1e-4)
     by_calls.shutdown()
+
+
+def test_a_dead_gang_starts_anew(gang: Gang) -> None:
+    os.kill(gang.group._pids[1], signal.SIGKILL)
+    with pytest.raises(RankFailure) as raised:
+        run(gang.group, 2)
+    assert raised.value.rank == 1
+    gang.group.restart()
+    assert run(gang.group, 1) == gang.first
+
+
+def test_one_that_hangs_is_named_and_ended(gang: Gang) -> None:
+    pids = list(gang.group._pids)
+    os.kill(pids[1], signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(RankFailure) as raised:
+        run(gang.group, 2)
+    assert (raised.value.rank, raised.value.kind) == (1, "hung")
+    assert time.monotonic() - begin < 20
+    gang.group.restart()
+    assert not any(psutil.pid_exists(pid) and "RankActor" in " ".join(psutil.Process(pid).cmdline()) for pid in pids)
+    assert run(gang.group, 1) == gang.first
+
+
+def test_a_rank_that_differs_is_named(gang: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = gang.group
+    receive = group._channel.receive
+
+    def tampered(timeout_s: float) -> bytes:
+        output = group._decoder.decode(receive(timeout_s))
+        digest = "other" if output.rank == 1 else output.digest
+        return group._encoder.encode(msgspec.structs.replace(output, digest=digest))
+
+    monkeypatch.setattr(group._channel, "receive", tampered)
+    with pytest.raises(RankFailure, match="rank 1 differs from rank 0 after step 2"):
+        run(group, 2)
 
 
 def encode_again(step_id: int) -> SchedulerOutput:
@@ -123,8 +171,7 @@ class Owner:
         return [ray.put(array)]
 
 
-@pytest.mark.slow
-def test_ranks_stay_in_step_without_lost_pixels_and_one_that_hangs_is_named_and_ended() -> None:
+def test_ranks_stay_in_step_without_lost_pixels(gang: Gang) -> None:
     pixels = np.random.default_rng(1).standard_normal((16, 1536), dtype=np.float32)
     owner = Owner.remote()
     here, gone = ray.put(pixels), *ray.get(owner.put.remote(pixels))
@@ -135,36 +182,7 @@ def test_ranks_stay_in_step_without_lost_pixels_and_one_that_hangs_is_named_and_
         assert time.monotonic() < deadline, "the object outlives its owner"
     assert find_lost({"a": here, "b": gone}) == ["b"]
 
-    group, _ = started("socket", "shared_memory", collective_timeout_s=8)
-    expected = run(group, 1)
     without = encode_again(2)
-    group.step(without, {}, [("image", 16)])  # both ranks go on, with the same bookkeeping
-    token = group.step(encode_again(3), {"image": here}, [("image", 16)]).sampled["r3"]
-    assert (token.token_id, token.logprob) == expected
-
-    pids = list(group._pids)
-    os.kill(pids[1], signal.SIGSTOP)
-    begin = time.monotonic()
-    with pytest.raises(RankFailure) as raised:
-        run(group, 4)
-    assert (raised.value.rank, raised.value.kind) == (1, "hung")
-    assert time.monotonic() - begin < 20
-    group.restart()
-    assert not any(psutil.pid_exists(pid) and "RankActor" in " ".join(psutil.Process(pid).cmdline()) for pid in pids)
-    assert run(group, 1) == expected
-    group.shutdown()
-
-
-def test_a_rank_that_differs_is_named() -> None:
-    group, _ = started("socket", "shared_memory")
-    receive = group._channel.receive
-
-    def tampered(timeout_s: float) -> bytes:
-        output = group._decoder.decode(receive(timeout_s))
-        digest = "other" if output.rank == 1 else output.digest
-        return group._encoder.encode(msgspec.structs.replace(output, digest=digest))
-
-    group._channel.receive = tampered
-    with pytest.raises(RankFailure, match="rank 1 differs from rank 0 after step 1"):
-        run(group, 1)
-    group.shutdown()
+    gang.group.step(without, {}, [("image", 16)])  # both ranks go on, with the same bookkeeping
+    token = gang.group.step(encode_again(3), {"image": here}, [("image", 16)]).sampled["r3"]
+    assert (token.token_id, token.logprob) == gang.first

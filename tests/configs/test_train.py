@@ -16,8 +16,8 @@ SCRIPT = ROOT / "configs" / "models" / "digits-vl" / "train.py"
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, str(SCRIPT), "--look-steps=9", "--talk-steps=3", "--all-steps=3", "--budget=600"]
-    command += ["--save-every=2", "--eval-every=3", "--eval-samples=6", "--final-samples=6"]
+    command = [sys.executable, str(SCRIPT), "--look-steps=9", "--talk-steps=3", "--all-steps=3", "--budget=200"]
+    command += ["--save-every=2", "--eval-every=3", "--eval-samples=2", "--final-samples=6"]
     command += [f"--build={folder / 'build'}", f"--out={folder / 'out'}"]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xla
 BUCKETS = {
     "prefill_tokens": [32, 64],
     "decode_seqs": [2, 8],
-    "context_tokens": [256, 768],
+    "context_tokens": [256, 512],
     "vision_patches": [128, 512, 1664],
 }
 
