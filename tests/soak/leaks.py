@@ -9,6 +9,9 @@ RAYS_MB = 96.0
 """Growth of a process's own memory that is no leak: heaps that fill up to their working size."""
 FILES = 16
 """Connections to the other processes, which Ray opens when they are first needed."""
+RAYS_LOG_FILES = 200
+"""Ray's log monitor leaves the logs of processes that ended open until it holds so many, and then closes them all
+(`LOG_MONITOR_MAX_OPEN_FILES`): two for each rank that was killed or ended with it."""
 THREADS = 8
 SERVES_BYTES = 65_536
 """By which Serve's objects may differ: the built application, what its replicas say of themselves. The pixels of the
@@ -46,9 +49,10 @@ def leaks(first: Quiet, last: Quiet) -> list[str]:
         if before is None:
             continue
         allowed = OWN_MB if name in OWN else RAYS_MB
+        files = RAYS_LOG_FILES if name == "log monitor" else FILES
         for what, grew, limit, unit in (
             ("memory", holding.memory_mb - before.memory_mb, allowed, " MB"),
-            ("open files", holding.files - before.files, FILES, ""),
+            ("open files", holding.files - before.files, files, ""),
             ("threads", holding.threads - before.threads, THREADS, ""),
         ):
             if grew > limit:

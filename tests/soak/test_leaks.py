@@ -21,6 +21,13 @@ def test_what_has_not_grown_is_no_leak() -> None:
     assert leaks(FIRST, after(processes=settled)) == []
 
 
+@pytest.mark.parametrize(("files", "found"), [(200, []), (201, ["log monitor: open files grew by 201, more than 200"])])
+def test_the_log_monitor_holds_the_logs_of_ranks_that_ended(files: int, found: list[str]) -> None:
+    monitor = Holding(46.0, 35, 14)
+    first = after(processes={"log monitor": monitor})
+    assert leaks(first, after(processes={"log monitor": replace(monitor, files=35 + files)})) == found
+
+
 @pytest.mark.parametrize(
     ("last", "says"),
     [
