@@ -10,10 +10,14 @@ import socket
 import statistics
 import time
 import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from neuron.collectives import create_collectives
+
+T = TypeVar("T")
 
 SIZES = {"1 KB": 1024, "16 KB": 16 * 1024, "64 KB": 64 * 1024, "1.5 MB": 1536 * 1024}
 OPERATIONS = ("all_reduce", "all_gather", "all_to_all")
@@ -46,8 +50,8 @@ def measure(kind: str, rank: int, world_size: int, rendezvous: str) -> dict[tupl
     return times
 
 
-def run(kind: str, world_size: int) -> dict[tuple[str, str], float]:
-    """The slowest rank's times."""
+def in_processes(kind: str, world_size: int, target: Callable[..., T], *arguments: Any) -> list[T]:
+    """What `target(kind, rank, world_size, rendezvous, *arguments)` returns in each rank's process."""
     if kind == "gloo":
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -57,7 +61,12 @@ def run(kind: str, world_size: int) -> dict[tuple[str, str], float]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     with context.Pool(world_size) as pool:
-        results = pool.starmap(measure, [(kind, rank, world_size, rendezvous) for rank in range(world_size)], 1)
+        return pool.starmap(target, [(kind, rank, world_size, rendezvous, *arguments) for rank in range(world_size)], 1)
+
+
+def run(kind: str, world_size: int) -> dict[tuple[str, str], float]:
+    """The slowest rank's times."""
+    results = in_processes(kind, world_size, measure)
     return {case: max(result[case] for result in results) for case in results[0]}
 
 

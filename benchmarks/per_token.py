@@ -85,6 +85,13 @@ class Listener:
             self._done.put((now - self._first) / (self._tokens - 1))
 
 
+def text_request(request_id: str, rng: np.random.Generator, tokens: int) -> EngineRequest:
+    """120 random tokens that want `tokens` more."""
+    token_ids = tuple(int(token) for token in rng.integers(300, 400, 120))
+    sampling = SamplingParams(max_tokens=tokens, temperature=0)
+    return EngineRequest(request_id=request_id, token_ids=token_ids, sampling=sampling, arrival_time=0.0)
+
+
 def engine_alone(rounds: int, tokens: int) -> dict[int, list[float]]:
     """Seconds per token of one stream, by streams: the same engine and rank in this process, tokens thrown away."""
     torch.set_num_threads(2)
@@ -94,17 +101,13 @@ def engine_alone(rounds: int, tokens: int) -> dict[int, list[float]]:
     stats = EngineStats(plan.config, recorder, ENGINE, time.monotonic())
     engine = Engine(Scheduler(plan.config), LocalGang(plan, recorder), stats)
     engine.start()
-    sampling = SamplingParams(max_tokens=tokens, temperature=0)
     took: dict[int, list[float]] = {}
     for streams in STREAMS:
         for number in range(rounds + 1):
             done: queue.SimpleQueue[float] = queue.SimpleQueue()
             rng = np.random.default_rng([streams, number])
             for stream in range(streams):
-                token_ids = tuple(int(token) for token in rng.integers(300, 400, 120))
-                request = EngineRequest(
-                    request_id=f"{streams}-{number}-{stream}", token_ids=token_ids, sampling=sampling, arrival_time=0.0
-                )
+                request = text_request(f"{streams}-{number}-{stream}", rng, tokens)
                 engine.submit(request, Listener(done, tokens).take)
             values = [done.get() for _ in range(streams)]
             if number:  # the first is the warm-up

@@ -20,6 +20,8 @@ from actors.step_channel import RankFailure
 from configs.engine import parse_config
 from deployments.scheduler.readers import find_lost
 
+HANG_S = 20
+"""More than the ranks of a busy machine need to meet for the first time: importing torch alone takes some seconds."""
 ITEM = MMItem(mm_hash="image", offset=2, length=4, num_embeddings=4, grid=(1, 4, 4))
 
 
@@ -45,7 +47,7 @@ class Gang:
 
 @pytest.fixture(scope="module")
 def gang(cluster: None) -> Iterator[Gang]:
-    group, reported = started("socket", "shared_memory", collective_timeout_s=8)
+    group, reported = started("socket", "shared_memory", collective_timeout_s=HANG_S)
     yield Gang(group, reported, run(group, 1))
     group.shutdown()
 
@@ -138,7 +140,7 @@ def test_one_that_hangs_is_named_and_ended(gang: Gang) -> None:
     with pytest.raises(RankFailure) as raised:
         run(gang.group, 2)
     assert (raised.value.rank, raised.value.kind) == (1, "hung")
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < HANG_S + 12
     gang.group.restart()
     assert not any(psutil.pid_exists(pid) and "RankActor" in " ".join(psutil.Process(pid).cmdline()) for pid in pids)
     assert run(gang.group, 1) == gang.first

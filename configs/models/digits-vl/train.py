@@ -120,9 +120,7 @@ def plan(modules: nn.ModuleDict, encode: Encoder, args: argparse.Namespace) -> l
             module,
             draw_talks(lesson),
             lambda batch: weighted_loss(model, refer, batch),
-            lambda: in_words(
-                {k: v["accuracy"] for k, v in accuracy(model, held_out(encode, args.eval_samples), encode).items()}
-            ),
+            report_talks,
             rates,
         )
 
@@ -133,7 +131,7 @@ def plan(modules: nn.ModuleDict, encode: Encoder, args: argparse.Namespace) -> l
             look,
             draw_squares,
             look.loss,
-            lambda: in_words(share_read(look, encode, rounds=args.eval_samples // 3)),
+            lambda: in_words(share_read(look, encode, rounds=max(1, args.eval_samples // 3))),
             (2 * args.lr, 0.01 * args.lr),
         ),
         talks("talk", args.talk_steps, refer, lessons.growing, (args.lr, 0.2 * args.lr)),
