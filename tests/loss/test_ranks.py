@@ -4,22 +4,28 @@ Two ranks, one engine. What happens at a stage of a step happens there by `debug
 itself for real, or raises.
 """
 
+import math
 import os
 import re
 import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
 from tests.support.application import Application
 from tests.support.clients import (
+    MODEL,
     Clients,
     Got,
     blocks,
     check_counters,
+    image_message,
     processes,
     restarts,
     samples,
@@ -138,6 +144,34 @@ def test_ranks_killed_from_outside(application: Application, undisturbed: list[G
     os.kill(old[0], signal.SIGKILL)
     wait_until(lambda: len(ranks(application)) == RANKS and not set(ranks(application)) & set(old))
     assert Clients(application, SEED).results() == undisturbed[:-1]
+
+
+def test_a_killed_renderer_leaves_nothing_behind(application: Application) -> None:
+    """Its requests are dropped, also those whose pixels went with it; the ranks and the next request go on."""
+
+    def ask(seed: int) -> None:
+        application.client.chat.completions.create(
+            model=MODEL, messages=image_message(seed), max_tokens=400, extra_body={"ignore_eos": True}
+        )
+
+    def load() -> tuple[float, float]:
+        try:
+            values = application.metrics()
+        except httpx.HTTPError:  # while there is no Renderer
+            return (math.nan, math.nan)
+        return values["vllm:num_requests_running"], values["vllm:num_requests_waiting"]
+
+    before = ranks(application)
+    with ThreadPoolExecutor(24) as pool:
+        asked = [pool.submit(ask, seed) for seed in range(100, 124)]
+        wait_until(lambda: load()[1] > 0, what="some wait")
+        (renderer,) = processes(application, "ServeReplica:trn-vision-serve:Renderer")
+        renderer.kill()
+        assert all(isinstance(each.exception(), openai.APIError) for each in asked)
+    wait_until(lambda: load() == (0, 0), what="its requests are dropped")
+    answer = application.client.chat.completions.create(model=MODEL, messages=image_message(200), max_tokens=4)
+    assert answer.choices[0].finish_reason is not None
+    assert ranks(application) == before
 
 
 def test_a_gang_that_only_fails_is_given_up_and_its_replica_replaced(

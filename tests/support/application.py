@@ -36,7 +36,8 @@ def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 class Application:
     """One `serve run`, with its own Ray cluster, port and metric folder. Use as a context manager.
 
-    `replicas`: how many of a deployment. `command`: another than `serve run`, before the config file.
+    `replicas`: how many of a deployment. `command`: another than `serve run`, before the config file. `api_key`: one of
+    those that the configuration asks for.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class Application:
         environment: Mapping[str, str] | None = None,
         replicas: Mapping[str, int] | None = None,
         command: Sequence[str] = (str(Path(sys.executable).parent / "serve"), "run"),
+        api_key: str = "none",
     ) -> None:
         tree = yaml.safe_load((ROOT / config).read_text())
         self._command = command
+        self._api_key = api_key
         if replicas is not None:
             tree["applications"][0]["deployments"] = [
                 {"name": name, "num_replicas": number} for name, number in replicas.items()
@@ -131,11 +134,12 @@ class Application:
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300, max_retries=0)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self._api_key, timeout=300, max_retries=0)
 
     def metrics(self) -> dict[str, float]:
         """Every sample of `/metrics`, summed over its labels, without the `_total` of counters."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+        headers = {"Authorization": f"Bearer {self._api_key}"}
+        text = httpx.get(f"{self.url}/metrics", headers=headers, timeout=30).raise_for_status().text
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

@@ -8,21 +8,28 @@ import pytest
 from tests.e2e.conftest import DEBUG
 from tests.support.application import Application, free_port
 
+FILE_KEY, VARIABLE_KEY = "sk-of-the-file-5501", "sk-of-the-variable-5502"
+KEYS_VARIABLE = "TVS_E2E_KEYS"
+
 
 @pytest.fixture(scope="package")
 def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
     """The application of serve_config.yaml behind HAProxy, as `make serve` runs it, started once for all tests.
 
-    Its tokens travel as they do between nodes, those of the other applications as on one.
+    Its tokens travel as they do between nodes, those of the other applications as on one. It wants API keys.
     """
-    log = Path(tmp_path_factory.mktemp("sixteen")) / "serve.log"
+    folder = Path(tmp_path_factory.mktemp("sixteen"))
+    (folder / "keys").write_text(FILE_KEY)
     environment = {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # what a log holds is in its file
+        KEYS_VARIABLE: VARIABLE_KEY,
     }
-    changes = DEBUG | {"server": DEBUG["server"] | {"output_channel": "serve"}}
-    with Application("serve_config.yaml", changes, log, environment) as application:
+    server = {"output_channel": "serve", "api_keys_file": str(folder / "keys"), "api_keys_variable": KEYS_VARIABLE}
+    changes = DEBUG | {"server": DEBUG["server"] | server}
+    with Application("serve_config.yaml", changes, folder / "serve.log", environment, api_key=FILE_KEY) as application:
         yield application

@@ -1,9 +1,8 @@
-"""Whatever a client sends, through Serve's own proxy: a 4xx that says why, an engine that goes on, silent logs."""
+"""Whatever a client sends, through HAProxy: a 4xx that says why, an engine that goes on, silent logs."""
 
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import openai
@@ -11,43 +10,29 @@ import pytest
 
 from tests.deployments.renderer.conftest import data_url
 from tests.deployments.renderer.test_hostile_images import PIECES, header_of, progressive
+from tests.e2e.sixteen.conftest import FILE_KEY, VARIABLE_KEY
 from tests.support.application import ROOT, Application
 
 MODEL = "digits-vl"
-FILE_KEY, VARIABLE_KEY = "sk-of-the-file-5501", "sk-of-the-variable-5502"
 SECRET = "hush-4711"
 MARKERS = (SECRET, FILE_KEY, VARIABLE_KEY)
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
-    """The application of configs/laptop.yaml with API keys from a file and from a variable."""
-    folder = Path(tmp_path_factory.mktemp("keyed"))
-    (folder / "keys").write_text(FILE_KEY)
-    changes = {
-        "server": {"api_keys_file": str(folder / "keys"), "api_keys_variable": "TVS_E2E_KEYS"},
-        "debug": {"check_invariants": True, "fail_on_new_shape": True},
-    }
-    environment = {"TVS_E2E_KEYS": VARIABLE_KEY}
-    with Application("configs/laptop.yaml", changes, folder / "serve.log", environment) as application:
-        yield application
-
-
-@pytest.fixture(scope="module")
-def http(keyed: Application) -> Iterator[httpx.Client]:
+def http(sixteen: Application) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {FILE_KEY}"}
-    with httpx.Client(base_url=keyed.url, timeout=120, trust_env=False, headers=headers) as client:
+    with httpx.Client(base_url=sixteen.url, timeout=120, trust_env=False, headers=headers) as client:
         yield client
 
 
-def test_keys_through_the_proxy(keyed: Application, http: httpx.Client) -> None:
+def test_keys_through_the_proxy(sixteen: Application, http: httpx.Client) -> None:
     for key in (FILE_KEY, VARIABLE_KEY):
-        client = openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0)
+        client = openai.OpenAI(base_url=f"{sixteen.url}/v1", api_key=key, max_retries=0)
         assert client.models.list().data[0].id == MODEL
     for key in ("none", FILE_KEY + "x"):
         with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0).models.list()
-    assert [httpx.get(f"{keyed.url}{path}").status_code for path in ("/health", "/metrics")] == [200, 401]
+            openai.OpenAI(base_url=f"{sixteen.url}/v1", api_key=key, max_retries=0).models.list()
+    assert [httpx.get(f"{sixteen.url}{path}").status_code for path in ("/health", "/metrics")] == [200, 401]
     assert "vllm:num_requests_running" in http.get("/metrics").text
 
 
@@ -111,7 +96,7 @@ def test_a_salt_keeps_prefixes_apart(http: httpx.Client) -> None:
     assert all(cached(salt) > 0 for salt in first)
 
 
-def test_no_log_of_any_process_holds_a_prompt_or_a_key(keyed: Application, http: httpx.Client) -> None:
+def test_no_log_of_any_process_holds_a_prompt_or_a_key(sixteen: Application, http: httpx.Client) -> None:
     picture = (ROOT / "examples" / "digits-26.png").read_bytes() + SECRET.encode()
     bodies = [
         chat(SECRET, max_tokens=2),
@@ -125,9 +110,9 @@ def test_no_log_of_any_process_holds_a_prompt_or_a_key(keyed: Application, http:
     statuses = [http.post("/v1/chat/completions", content=body).status_code for body in bodies]
     assert statuses == [200, 200, 200, 400, 400, 400, 404]
     assert http.get("/v1/models", headers={"Authorization": f"Bearer {SECRET}"}).status_code == 401
-    files = [path for path in keyed.ray_logs.rglob("*") if path.is_file()]
-    logs = {path: path.read_bytes() for path in [keyed.log, *files]}
+    files = [path for path in sixteen.ray_logs.rglob("*") if path.is_file()]
+    logs = {path: path.read_bytes() for path in [sixteen.log, *files]}
     assert sum(b"POST /v1/chat/completions 200" in text for text in logs.values()) > 0  # Ray's own access log
     told = [(str(path), marker) for path, text in logs.items() for marker in MARKERS if marker.encode() in text]
     assert told == []
-    assert b'-H "Authorization: Bearer $API_KEY"' in logs[keyed.log]  # the ready line says how to ask
+    assert b'-H "Authorization: Bearer $API_KEY"' in logs[sixteen.log]  # the ready line says how to ask
