@@ -14,6 +14,7 @@ import pytest
 from configs import dialogues
 from telemetry.metrics import DEFINITIONS, Metric
 from tests.support.application import Application
+from tests.support.clients import processes
 from tests.support.otlp_receiver import Receiver
 from tests.support.prometheus_server import Prometheus
 
@@ -177,9 +178,7 @@ def test_the_log_says_what_the_engine_does(one_rank: Application) -> None:
 
 
 def test_everything_stays_true_when_a_rank_is_replaced(one_rank: Application, prometheus: Prometheus) -> None:
-    from tests.e2e.test_one_rank import ranks
-
-    [rank] = ranks(one_rank)
+    [rank] = processes(one_rank, "RankActor")
     stream = one_rank.client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=300, stream=True,
         extra_body={"ignore_eos": True},
