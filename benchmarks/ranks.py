@@ -16,6 +16,7 @@ import os
 import queue
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# The ranks' metrics, which prometheus_client looks for when it is imported.
+os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp(prefix="tvs-ranks-"))
 
 import matplotlib
 
@@ -130,7 +133,7 @@ def decode(gang: TimedGang, plan: EnginePlan, rounds: int, tokens: int) -> list[
         if not number:  # the warm-up
             took.clear()
             gang.decodes.clear()
-    engine.stop()
+    engine.stop()  # and the gang
     return took
 
 
@@ -142,7 +145,6 @@ def measure(world_size: int, rounds: int, tokens: int) -> dict[str, float]:
     gang = TimedGang(plan, lambda *_: None)
     gang.start()
     total = statistics.median(decode(gang, plan, rounds, tokens))
-    gang.shutdown()
     median = {name: statistics.median(step[name] for step in gang.decodes) for name in gang.decodes[0]}
     own = median["preprocess"] + median["forward"] + median["sample"]
     seconds = {
