@@ -22,7 +22,7 @@ def matrices(checkpoint: Path) -> list[torch.Tensor]:
     found = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
-            for name in weights.keys():  # noqa: SIM118
+            for name in weights.keys():  # noqa: SIM118  # the file is no mapping and cannot be iterated
                 if "visual" not in name and len(weights.get_slice(name).get_shape()) == 2:
                     found[name] = weights.get_tensor(name).float().contiguous()
     embeddings = [name for name in found if "embed_tokens" in name]
