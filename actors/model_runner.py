@@ -33,6 +33,7 @@ from actors.rank_request import RankRequest
 from actors.stages import Stages
 from actors.step_inputs import Chunk, DecodeCall, PrefillCall, StepInputs
 from actors.token_sampler import TokenSampler
+from neuron.attention import load_attention
 from neuron.collectives import Collectives
 from neuron.device import create_device
 from neuron.device.graphs import Graphs, NewShapeError
@@ -84,7 +85,9 @@ class ModelRunner:
             check_compiled(plan)
         self.device = create_device(plan.device, config.compiler.cache_dir)
         self._graphs = Graphs(self.device, self._met_new_shape)
-        self._model = self._family.load_model(config.model.folder, collectives, dtype, self.device.torch_device)
+        self._model = self._family.load_model(
+            config.model.folder, collectives, load_attention(plan.kind.attention), dtype, self.device.torch_device
+        )
         self._kv = KVBlocks(
             num_layers=self._model_config.num_layers,
             num_blocks=config.kv_cache.planned_num_blocks,

@@ -136,26 +136,26 @@ def _derive(config: EngineConfig, device: Literal["cpu", "neuron"], max_image_pa
 
 
 def _buckets(config: EngineConfig, device: str, max_image_patches: int) -> tuple[tuple[int, ...], ...]:
-    """Tokens, sequences, context and patches, those that are not set derived: powers of two below each limit.
+    """Tokens, sequences, context and patches, those that are not set derived.
 
-    Where graphs are compiled, all of them from sizes below which a step takes no less time; on the CPU, which compiles
-    nothing and whose steps do take less, every second one from smaller sizes, so that the warm-up stays short.
+    Where graphs are compiled, powers of two from sizes below which a step takes no less time. The CPU compiles nothing
+    and pays for what is padded: four sizes for each doubling, from smaller ones. Attention that reads no padding needs
+    no sizes of context.
     """
-    set_buckets, block_size = config.buckets, config.kv_cache.block_size
-    compiles = KINDS[device].compiles
-    factor = 2 if compiles else 4
+    set_buckets, block_size, kind = config.buckets, config.kv_cache.block_size, KINDS[device]
+    compiles, steps = kind.compiles, 1 if kind.compiles else 4
     prefill_tokens = set_buckets.prefill_tokens or _ladder(
-        128 if compiles else 32, config.scheduler.max_num_batched_tokens, factor
+        128 if compiles else 16, config.scheduler.max_num_batched_tokens, steps
     )
     longest = _round_up(config.model.max_model_len, block_size)
     longest = _round_up(max(longest, _padded_prefill(prefill_tokens, longest)), block_size)
-    smallest_context = _round_up(1024 if compiles else 256, block_size)
+    contexts = _ladder(_round_up(1024, block_size), longest, steps) if kind.attention == "masked" else (longest,)
     largest_image = _round_up(max_image_patches, _VISION_MULTIPLE)
     return (
         prefill_tokens,
-        set_buckets.decode_seqs or _ladder(1, config.scheduler.max_num_seqs, factor),
-        set_buckets.context_tokens or _ladder(smallest_context, longest, factor),
-        set_buckets.vision_patches or _ladder(_VISION_MULTIPLE if compiles else 64, largest_image, factor),
+        set_buckets.decode_seqs or _ladder(1, config.scheduler.max_num_seqs, steps),
+        set_buckets.context_tokens or contexts,
+        set_buckets.vision_patches or _ladder(_VISION_MULTIPLE if compiles else 64, largest_image, steps),
     )
 
 
@@ -233,14 +233,14 @@ def bucket_size(name: str) -> int:
     return int(name.partition("/")[2].partition("x")[0])
 
 
-def _ladder(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
-    """smallest, smallest * factor, ... below `largest`, then `largest`."""
+def _ladder(smallest: int, largest: int, steps: int) -> tuple[int, ...]:
+    """From `smallest`, each doubling in `steps` equal steps, the whole numbers below `largest`; then `largest`."""
     sizes = []
     size = smallest
     while size < largest:
-        sizes.append(size)
-        size *= factor
-    return (*sizes, largest)
+        sizes += [size + size * step // steps for step in range(steps) if size * step % steps == 0]
+        size *= 2
+    return (*(size for size in sizes if size < largest), largest)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -60,15 +60,21 @@ def cpu_ms() -> dict[str, float]:
 
 
 async def through_http(url: str, streams: int, tokens: int) -> tuple[float, dict[str, float]]:
-    """Seconds per token of one stream, and CPU milliseconds per token of all streams by process."""
+    """Seconds per token of one stream, and CPU milliseconds per token of all streams by process.
+
+    From answers of one and of many tokens to the same prompts, whose prefixes are cached by then.
+    """
     rng = np.random.default_rng(streams)
+    prompts = [words(rng) for _ in range(streams)]
     async with Client(url, "digits-vl") as client:
-        await asyncio.gather(*(client.ask(words(rng), tokens=tokens) for _ in range(streams)))
+        for _ in range(2):
+            ones = await asyncio.gather(*(client.ask(prompt, tokens=1) for prompt in prompts))
         before = cpu_ms()
-        timings = await asyncio.gather(*(client.ask(words(rng), tokens=tokens) for _ in range(streams)))
+        timings = await asyncio.gather(*(client.ask(prompt, tokens=tokens) for prompt in prompts))
         after = cpu_ms()
-    per_token = {name: (after[name] - before[name]) / (streams * tokens) for name in after}
-    return float(np.median([timing.per_token for timing in timings])), per_token
+    cpu = {name: (after[name] - before[name]) / (streams * tokens) for name in after}
+    first, whole = (float(np.median([timing.total for timing in each])) for each in (ones, timings))
+    return (whole - first) / (tokens - 1), cpu
 
 
 class Listener:

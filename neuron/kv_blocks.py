@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Slots = Tensor | slice
+"""Indices of slots, or a range of them."""
+
 
 class KVBlocks:
     """For each layer, keys and values of `num_blocks` blocks of `block_size` tokens, and a scratch block behind them.
@@ -26,6 +29,8 @@ class KVBlocks:
         """num_kv_heads: those of this rank. num_blocks: without the scratch block."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.dtype = dtype
         shape = ((num_blocks + 1) * block_size, num_kv_heads, head_dim)
         self.keys: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         """Of each layer, [slots, kv heads, head_dim]."""
@@ -50,6 +55,8 @@ class KVBlocks:
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
 
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [tokens, kv heads, head_dim] at slots [tokens]."""
+    def read(self, layer: int, slots: Slots) -> tuple[Tensor, Tensor]:
+        """Keys and values [tokens, kv heads, head_dim] at slots [tokens]; of a range, the buffers' own memory."""
+        if isinstance(slots, slice):
+            return self.keys[layer][slots], self.values[layer][slots]
         return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)

@@ -25,13 +25,15 @@ class DeviceKind:
     """Whether a graph's first execution compiles it."""
     same_program: bool
     """Whether the ranks must run the same graphs at the same time: a rank without images then encodes padding."""
+    attention: str
+    """Which of `neuron.attention.ATTENTION` its graphs use."""
     samples: bool
     """Whether tokens are drawn by graphs; else on the host, where the logits lie already."""
 
 
 KINDS = {
-    "cpu": DeviceKind("neuron.device.cpu", compiles=False, same_program=False, samples=False),
-    "neuron": DeviceKind("neuron.device.xla", compiles=True, same_program=True, samples=True),
+    "cpu": DeviceKind("neuron.device.cpu", compiles=False, same_program=False, attention="per_sequence", samples=False),
+    "neuron": DeviceKind("neuron.device.xla", compiles=True, same_program=True, attention="masked", samples=True),
 }
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from neuron.attention.interface import Attention
     from neuron.kv_blocks import KVBlocks
 
 A = TypeVar("A")
@@ -185,7 +186,14 @@ class Family(Protocol):
     def load_config(self, folder: Path) -> ModelConfig:
         """Read config.json and generation_config.json. Raises CheckpointError."""
 
-    def load_model(self, folder: Path, collectives: object, dtype: torch.dtype, device: torch.device | str) -> Model:
+    def load_model(
+        self,
+        folder: Path,
+        collectives: object,
+        attention: Attention,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Model:
         """Read this rank's slice of the weights. Raises CheckpointError."""
 
     def mrope_positions(

@@ -19,6 +19,7 @@ from actors.plan import EnginePlan, make_plan, preview_plan
 from configs.engine import ConfigError, EngineConfig, load_config, parse_config
 from deployments.scheduler.scheduler import Scheduler
 from deployments.scheduler.stats import EngineStats
+from neuron.attention import load_attention
 from neuron.collectives import create_collectives
 from neuron.kv_blocks import KVBlocks
 from neuron.models import family_of, load_model_config
@@ -73,7 +74,7 @@ class Allocations(TorchDispatchMode):
 
 
 def load(rank: int, world_size: int, dtype: torch.dtype) -> Model:
-    return family_of(DIGITS).load_model(DIGITS, OneOf(rank, world_size), dtype, "cpu")
+    return family_of(DIGITS).load_model(DIGITS, OneOf(rank, world_size), load_attention("masked"), dtype, "cpu")
 
 
 def digits(**sections: Any) -> EngineConfig:

@@ -58,11 +58,12 @@ def test_the_reference_deployment_is_valid() -> None:
         make_plan(config)
 
 
-def test_compiled_graphs_get_powers_of_two_and_the_cpu_every_second() -> None:
-    tree = {"model": {"max_model_len": 4000}, "scheduler": {"max_num_seqs": 6}}
+def test_compiled_graphs_get_powers_of_two_and_the_cpu_four_sizes_for_each() -> None:
+    tree = {"model": {"max_model_len": 4000}, "scheduler": {"max_num_seqs": 7, "max_num_batched_tokens": 100}}
+    on_cpu = (64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1664)
     for device, expected in (
-        ("cpu", ((32, 128, 512, 1024), (1, 4, 6), (256, 1024, 4000), (64, 256, 1024, 1664))),
-        ("neuron", ((128, 256, 512, 1024), (1, 2, 4, 6), (1024, 2048, 4000), (128, 256, 512, 1024, 1664))),
+        ("cpu", ((16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 100), (1, 2, 3, 4, 5, 6, 7), (4000,), on_cpu)),
+        ("neuron", ((100,), (1, 2, 4, 7), (1024, 2048, 4000), (128, 256, 512, 1024, 1664))),
     ):
         plan = make_plan(parse_config(tree | {"parallel": {"device": device, "world_size": 1}}))
         assert (plan.prefill_tokens, plan.decode_seqs, plan.context_tokens, plan.vision_patches) == expected

@@ -16,6 +16,7 @@ from neuron.models.qwen3_vl.positions import mrope_positions, prepare_vision_blo
 if TYPE_CHECKING:
     import torch
 
+    from neuron.attention.interface import Attention
     from neuron.collectives import Collectives
     from neuron.models.qwen3_vl.model import Qwen3VL
 
@@ -28,9 +29,13 @@ def load_config(folder: Path) -> Qwen3VLConfig:
 
 
 def load_model(
-    folder: Path, collectives: Collectives, dtype: torch.dtype, device: torch.device | str = "cpu"
+    folder: Path,
+    collectives: Collectives,
+    attention: Attention,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> Qwen3VL:
     """Read this rank's slice of the weights. Raises CheckpointError."""
     from neuron.models.qwen3_vl.model import Qwen3VL
 
-    return Qwen3VL.load(folder, collectives, dtype, device)
+    return Qwen3VL.load(folder, collectives, attention, dtype, device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from neuron.attention.interface import Attention
 from neuron.kv_blocks import KVBlocks
 from neuron.models.interface import DecodeInputs, ImageInputs, PrefillInputs, VisionBlock
 from neuron.models.qwen3_vl.config import Qwen3VLConfig
@@ -22,26 +23,34 @@ if TYPE_CHECKING:
 class Qwen3VL(nn.Module):
     """One rank's part of the model. All weights are buffers: nothing here is trained.
 
-    NaN in padding, in scratch or in blocks that nobody owns never reaches a real row: such slots are not read at all
-    (their reads are sent to a slot that the step has just written), and such rows are replaced with torch.where.
+    NaN in padding, in scratch or in blocks that nobody owns never reaches a real row: attention does not read such
+    slots, and such rows are replaced with torch.where.
     """
 
-    def __init__(self, config: Qwen3VLConfig, checkpoint: Checkpoint, collectives: Collectives) -> None:
+    def __init__(
+        self, config: Qwen3VLConfig, checkpoint: Checkpoint, collectives: Collectives, attention: Attention
+    ) -> None:
         super().__init__()
         self.config = config
         self.collectives = collectives
+        self.attention = attention
         self.vision = VisionTower(config.vision, checkpoint)
         self.text = TextModel(config, checkpoint, collectives)
 
     @classmethod
     def load(
-        cls, folder: Path, collectives: Collectives, dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls,
+        folder: Path,
+        collectives: Collectives,
+        attention: Attention,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> Qwen3VL:
         """Read this rank's slice of the checkpoint. Raises CheckpointError."""
         config = Qwen3VLConfig.from_folder(folder)
         config.validate(collectives.world_size)
         with Checkpoint(folder, dtype) as checkpoint:
-            return cls(config, checkpoint, collectives).to(device)
+            return cls(config, checkpoint, collectives, attention).to(device)
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +59,7 @@ class Qwen3VL(nn.Module):
 
     def encode(self, block: VisionBlock[Tensor]) -> Tensor:
         """Embeddings [P / merge_area, fat_dim] of the images in one attention block."""
-        return self.vision(block)
+        return self.vision(block, self.attention)
 
     def write_embeddings(self, embeddings: Tensor, encoder_cache: Tensor, rows: Tensor) -> None:
         """Exchange a round's embeddings [E, fat_dim] so that each rank has its columns of all, and store these.
@@ -73,33 +82,12 @@ class Qwen3VL(nn.Module):
             main, *levels = rows.split(self.text.hidden_size, dim=-1)
             x = torch.where(is_image, main, x)
             deepstack = tuple(torch.where(is_image, level, 0.0) for level in levels)
-        visible = (inputs.query_seq[:, None] == inputs.context_seq) & (inputs.query_pos[:, None] >= inputs.context_pos)
-        read_slots = torch.where(inputs.context_seq >= 0, inputs.context_slots, inputs.slot_mapping[:1])
-        x = self.text(
-            x,
-            inputs.rope_positions,
-            kv,
-            inputs.slot_mapping,
-            read_slots,
-            _additive(visible, x.dtype),
-            decode=False,
-            deepstack=deepstack,
-        )
+        attend = self.attention.prefill(kv, inputs)
+        x = self.text(x, inputs.rope_positions, kv, inputs.slot_mapping, attend, deepstack)
         return self.text.logits(x.index_select(0, inputs.logits_index))
 
     def decode(self, kv: KVBlocks, inputs: DecodeInputs) -> Tensor:
         """Compute one token of each sequence: writes its KV, returns logits [S, vocab] float32."""
         x = self.text.embedding(inputs.token_ids)
-        offsets = torch.arange(kv.block_size, device=x.device)
-        slots = (inputs.block_tables[:, :, None] * kv.block_size + offsets).flatten(1)  # [S, L]
-        valid = torch.arange(slots.shape[1], device=x.device) < inputs.context_lens[:, None]
-        read_slots = torch.where(valid, slots, inputs.slot_mapping[:, None]).flatten()
-        mask = _additive(valid, x.dtype)[:, None, None]
-        return self.text.logits(
-            self.text(x, inputs.rope_positions, kv, inputs.slot_mapping, read_slots, mask, decode=True)
-        )
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where visible, else the lowest finite value: a row that sees nothing stays finite too."""
-    return torch.zeros((), dtype=dtype, device=visible.device).masked_fill(~visible, torch.finfo(dtype).min)
+        attend = self.attention.decode(kv, inputs)
+        return self.text.logits(self.text(x, inputs.rope_positions, kv, inputs.slot_mapping, attend))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neuron.attention.interface import ReadsBlocks
 from neuron.kv_blocks import KVBlocks
 from neuron.models.qwen3_vl.config import Qwen3VLConfig, TextConfig
 from neuron.models.qwen3_vl.weights import Checkpoint
@@ -63,8 +64,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-class Attention(nn.Module):
-    """This rank's heads."""
+class Projections(nn.Module):
+    """Around attention, for this rank's heads: to queries, keys and values, and back."""
 
     def __init__(self, config: Qwen3VLConfig, checkpoint: Checkpoint, name: str, collectives: Collectives) -> None:
         super().__init__()
@@ -72,8 +73,7 @@ class Attention(nn.Module):
         self.collectives = collectives
         self.head_dim = config.head_dim
         self.num_kv_heads = config.num_local_kv_heads(world)
-        self.group = config.text.num_heads // world // self.num_kv_heads  # query heads that share a KV head
-        self.num_heads = self.group * self.num_kv_heads
+        self.num_heads = config.text.num_heads // world
         self.eps = config.text.rms_norm_eps
         kv_heads = config.local_kv_heads(rank, world)
         kv_rows = (kv_heads.start * self.head_dim, kv_heads.stop * self.head_dim)
@@ -90,29 +90,13 @@ class Attention(nn.Module):
         q_norm, k_norm = checkpoint.whole(f"{name}.q_norm.weight"), checkpoint.whole(f"{name}.k_norm.weight")
         self.qk_norm = nn.Buffer(torch.cat((q_norm.expand(self.num_heads, -1), k_norm.expand(self.num_kv_heads, -1))))
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, hidden] -> q [T, heads, head_dim], k and v [T, kv heads, head_dim], normed and turned."""
         qkv = F.linear(x, self.qkv).view(x.shape[0], -1, self.head_dim)
         qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         qk = rotate(F.rms_norm(qk, (self.head_dim,), eps=self.eps) * self.qk_norm, cos, sin)
         q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
         return q, k, v
-
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """q [T, heads, head_dim] over k, v [C, kv heads, head_dim], mask [T, C] added -> [T, heads * head_dim]."""
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.group > 1)
-        return attended.squeeze(0).transpose(0, 1).flatten(1)
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """q [S, heads, head_dim] over k, v [S * L, kv heads, head_dim], mask [S, 1, 1, L] added, as `prefill`.
-
-        The heads of a group stand where a sequence's queries usually do.
-        """
-        seqs = q.shape[0]
-        q = q.view(seqs, self.num_kv_heads, self.group, self.head_dim)
-        k, v = (x.view(seqs, -1, self.num_kv_heads, self.head_dim).transpose(1, 2) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(seqs, -1)
 
 
 class TextLayer(nn.Module):
@@ -126,7 +110,7 @@ class TextLayer(nn.Module):
         self.index = index
         self.collectives = collectives
         self.eps = config.text.rms_norm_eps
-        self.attention = Attention(config, checkpoint, f"{name}.self_attn", collectives)
+        self.projections = Projections(config, checkpoint, f"{name}.self_attn", collectives)
         self.norm1 = nn.Buffer(checkpoint.whole(f"{name}.input_layernorm.weight"))
         self.norm2 = nn.Buffer(checkpoint.whole(f"{name}.post_attention_layernorm.weight"))
         self.gate_up = nn.Buffer(
@@ -140,17 +124,12 @@ class TextLayer(nn.Module):
         rope: tuple[Tensor, Tensor],
         kv: KVBlocks,
         write_slots: Tensor,
-        read_slots: Tensor,
-        mask: Tensor,
-        decode: bool,
+        attend: ReadsBlocks,
     ) -> Tensor:
-        """x [T, hidden]; the keys at write_slots [T] are stored before those at read_slots are gathered."""
-        attention = self.attention
-        q, k, v = attention.project(F.rms_norm(x, self.norm1.shape, self.norm1, self.eps), *rope)
+        """x [T, hidden]; the keys at write_slots [T] are stored before attention reads them."""
+        q, k, v = self.projections(F.rms_norm(x, self.norm1.shape, self.norm1, self.eps), *rope)
         kv.write(self.index, write_slots, k, v)
-        k, v = kv.read(self.index, read_slots)
-        attended = attention.decode(q, k, v, mask) if decode else attention.prefill(q, k, v, mask)
-        x = x + self.collectives.all_reduce(F.linear(attended, attention.out))
+        x = x + self.collectives.all_reduce(F.linear(attend(self.index, q), self.projections.out))
         gate, up = F.linear(F.rms_norm(x, self.norm2.shape, self.norm2, self.eps), self.gate_up).chunk(2, dim=-1)
         return x + self.collectives.all_reduce(F.linear(F.silu(gate) * up, self.down))
 
@@ -182,15 +161,13 @@ class TextModel(nn.Module):
         rope_positions: Tensor,
         kv: KVBlocks,
         write_slots: Tensor,
-        read_slots: Tensor,
-        mask: Tensor,
-        decode: bool,
+        attend: ReadsBlocks,
         deepstack: tuple[Tensor, ...] = (),
     ) -> Tensor:
         """x [T, hidden] through all layers; deepstack [T, hidden] parts are added behind the first ones."""
         rope = self.rope(rope_positions, x.dtype)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rope, kv, write_slots, read_slots, mask, decode)
+            x = layer(x, rope, kv, write_slots, attend)
             if index < len(deepstack):
                 x = x + deepstack[index]
         return x

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neuron.attention.interface import Attention, ReadsPatches
 from neuron.models.interface import VisionBlock
 from neuron.models.qwen3_vl.config import VisionConfig
 from neuron.models.qwen3_vl.weights import Checkpoint
@@ -42,15 +43,12 @@ class VisionLayer(nn.Module):
         self.fc1 = Affine(checkpoint, f"{name}.mlp.linear_fc1")
         self.fc2 = Affine(checkpoint, f"{name}.mlp.linear_fc2")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """x [P, hidden]; cos, sin [P, 1, 1, head_dim], sin negative in its first half; mask [P, P], added to scores."""
-        patches, hidden = x.shape
-        qkv = self.qkv.linear(self.norm1.norm(x)).view(patches, 3, self.num_heads, -1)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: ReadsPatches) -> Tensor:
+        """x [P, hidden]; cos, sin [P, 1, 1, head_dim], sin negative in its first half."""
+        qkv = self.qkv.linear(self.norm1.norm(x)).view(len(x), 3, self.num_heads, -1)
         qk, v = qkv[:, :2], qkv[:, 2]
         qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).to(v.dtype)
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (qk[:, 0], qk[:, 1], v))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        x = x + self.proj.linear(attended.squeeze(0).transpose(0, 1).reshape(patches, hidden))
+        x = x + self.proj.linear(attend(qk[:, 0], qk[:, 1], v))
         return x + self.fc2.linear(F.gelu(self.fc1.linear(self.norm2.norm(x)), approximate=self.gelu))
 
 
@@ -95,7 +93,7 @@ class VisionTower(nn.Module):
             for i in range(len(config.deepstack_indexes))
         )
 
-    def forward(self, block: VisionBlock[Tensor]) -> Tensor:
+    def forward(self, block: VisionBlock[Tensor], attention: Attention) -> Tensor:
         """Embeddings [P / merge_area, fat_dim]: the main part, then one part for each deepstack level."""
         pixels, position_rows, position_weights, rope_positions, segment_ids = block
         dtype = self.patch_weight.dtype
@@ -108,13 +106,10 @@ class VisionTower(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         cos = torch.cat((cos, cos), dim=-1)[:, None, None]
         sin = torch.cat((-sin, sin), dim=-1)[:, None, None]
-        # Padding sees padding, so that no row of the softmax is empty.
-        mask = torch.zeros((), dtype=dtype, device=x.device).masked_fill(
-            segment_ids[:, None] != segment_ids[None, :], torch.finfo(dtype).min
-        )
+        attend = attention.patches(segment_ids, dtype)
         levels = []
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, mask)
+            x = layer(x, cos, sin, attend)
             if index in self.deepstack_indexes:
                 levels.append(self.deepstack_mergers[self.deepstack_indexes.index(index)](x))
         return torch.cat((self.merger(x), *levels), dim=-1)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from neuron.attention import load_attention
 from neuron.kv_blocks import KVBlocks
 from neuron.models import family_of
 from neuron.models.interface import DecodeInputs, Grid, ImageInputs, MRopeItem, PrefillInputs, VisionBlock
@@ -91,14 +92,23 @@ class Gang:
     CACHE_ROWS = 1024  # the last 64 are scratch
     PATCHES = (64, 256, 512)
 
-    def __init__(self, folder: Path, world_size: int, poison: bool = False, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        folder: Path,
+        world_size: int,
+        attention: str = "masked",
+        poison: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ):
         self.family = family_of(folder)
         self.config = self.family.load_config(folder)
         self.world_size, self.poison, self.dtype = world_size, poison, dtype
         self.pool = ThreadPoolExecutor(world_size)
         meeting = Meeting(world_size)
         self.models = [
-            self.family.load_model(folder, ThreadCollectives(meeting, rank, world_size), dtype, "cpu")
+            self.family.load_model(
+                folder, ThreadCollectives(meeting, rank, world_size), load_attention(attention), dtype, "cpu"
+            )
             for rank in range(world_size)
         ]
         shape = (self.config.num_layers, self.NUM_BLOCKS, self.BLOCK, self.config.num_local_kv_heads(world_size))

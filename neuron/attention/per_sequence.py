@@ -1,0 +1,122 @@
+"""Attention of one sequence, or one image, at a time, over its own tokens alone: for the CPU.
+
+What lies in the blocks one after the other is read there; only a sequence that is scattered is gathered. Padding is
+neither read nor computed: its rows are zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from neuron.attention.interface import ReadsBlocks, ReadsPatches
+from neuron.kv_blocks import KVBlocks, Slots
+from neuron.models.interface import DecodeInputs, PrefillInputs
+
+
+class _Chunk(NamedTuple):
+    """A sequence's rows in a prefill."""
+
+    rows: slice
+    slots: Slots
+    mask: Tensor | None
+    """[rows, context] added to the scores. None: the rows are the whole context, or see all of it."""
+    causal: bool
+
+
+def prefill(kv: KVBlocks, inputs: PrefillInputs) -> ReadsBlocks:
+    """Each chunk over its sequence, from the first token to the chunk's last."""
+    context_slots = inputs.context_slots.numpy()
+    chunks = []
+    row = at = 0
+    for count, context in zip(_counts(inputs.query_seq), _counts(inputs.context_seq), strict=True):
+        slots = _slots(context_slots[at : at + context])
+        causal = count == context
+        mask = None if causal or count == 1 else _causal(count, context, kv.dtype)
+        chunks.append(_Chunk(slice(row, row + count), slots, mask, causal))
+        row, at = row + count, at + context
+
+    def read(layer: int, q: Tensor) -> Tensor:
+        attended = torch.zeros_like(q)
+        for rows, slots, mask, causal in chunks:
+            k, v = kv.read(layer, slots)
+            part = F.scaled_dot_product_attention(
+                _heads_first(q[rows]),
+                _heads_first(k),
+                _heads_first(v),
+                attn_mask=mask,
+                is_causal=causal,
+                enable_gqa=q.shape[1] > k.shape[1],
+            )
+            attended[rows] = part[0].transpose(0, 1)
+        return attended.flatten(1)
+
+    return read
+
+
+def decode(kv: KVBlocks, inputs: DecodeInputs) -> ReadsBlocks:
+    """Each row over its sequence. The heads of a group stand where queries usually do."""
+    block_tables = inputs.block_tables.numpy()
+    offsets = np.arange(kv.block_size)
+    sequences: list[Slots] = []
+    for row, length in enumerate(inputs.context_lens.tolist()):
+        if length:
+            blocks = block_tables[row, : -(-length // kv.block_size)]
+            sequences.append(_slots((blocks[:, None] * kv.block_size + offsets).ravel()[:length]))
+
+    def read(layer: int, q: Tensor) -> Tensor:
+        rows, _, head_dim = q.shape
+        attended = torch.zeros_like(q).view(rows, kv.num_kv_heads, -1, head_dim)
+        grouped = q.view(attended.shape)
+        for row, slots in enumerate(sequences):
+            k, v = kv.read(layer, slots)
+            attended[row] = F.scaled_dot_product_attention(grouped[row, None], _heads_first(k), _heads_first(v))[0]
+        return attended.view(rows, -1)
+
+    return read
+
+
+def patches(segment_ids: Tensor, dtype: torch.dtype) -> ReadsPatches:
+    """Each image's patches among themselves."""
+    counts = _counts(segment_ids)
+
+    def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attended = torch.zeros_like(q)
+        first = 0
+        for count in counts:
+            rows = slice(first, first + count)
+            part = F.scaled_dot_product_attention(_heads_first(q[rows]), _heads_first(k[rows]), _heads_first(v[rows]))
+            attended[rows] = part[0].transpose(0, 1)
+            first += count
+        return attended.flatten(1)
+
+    return read
+
+
+def _counts(ids: Tensor) -> list[int]:
+    """How often 0, 1 ... occur in ids, which ascend and end with -1 for padding."""
+    counts: list[int] = np.bincount(ids[ids >= 0].numpy()).tolist()
+    return counts
+
+
+def _slots(slots: np.ndarray) -> Slots:
+    """A slice where the slots follow one another."""
+    first, last = int(slots[0]), int(slots[-1])
+    if last - first == len(slots) - 1 and (np.diff(slots) == 1).all():
+        return slice(first, last + 1)
+    return torch.from_numpy(slots)
+
+
+def _causal(count: int, context: int, dtype: torch.dtype) -> Tensor:
+    """[count, context], added to scores: the rows are the context's last."""
+    hidden = torch.ones(count, context, dtype=torch.bool).triu_(context - count + 1)
+    return torch.zeros((), dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[tokens, heads, head_dim] -> [1, heads, tokens, head_dim]."""
+    return x.transpose(0, 1).unsqueeze(0)

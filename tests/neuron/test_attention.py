@@ -1,0 +1,134 @@
+"""Both implementations of attention against plain softmax over a sequence's own tokens, with NaN in all other slots."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from neuron.attention import ATTENTION, load_attention
+from neuron.attention.interface import Attention
+from neuron.kv_blocks import KVBlocks
+from neuron.models.interface import DecodeInputs, PrefillInputs
+
+BLOCK, BLOCKS, KV_HEADS, GROUP, HEAD_DIM, LAYERS = 4, 40, 2, 3, 8, 2
+HEADS = KV_HEADS * GROUP
+
+
+@pytest.fixture(params=sorted(ATTENTION))
+def attention(request: pytest.FixtureRequest) -> Attention:
+    return load_attention(request.param)
+
+
+def block_tables(rng: np.random.Generator, lengths: list[int], scattered: bool) -> list[np.ndarray]:
+    blocks = rng.permutation(BLOCKS) if scattered else np.arange(BLOCKS)
+    stops = np.cumsum([-(-length // BLOCK) for length in lengths])
+    return np.split(blocks[: stops[-1]], stops[:-1])
+
+
+def slots_of(blocks: np.ndarray, length: int) -> np.ndarray:
+    return (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()[:length]
+
+
+def filled(slots: list[np.ndarray]) -> KVBlocks:
+    """Random keys and values at the slots, NaN everywhere else."""
+    kv = KVBlocks(LAYERS, BLOCKS, BLOCK, KV_HEADS, HEAD_DIM)
+    for buffer in (*kv.keys, *kv.values):
+        buffer.fill_(float("nan"))
+        for each in slots:
+            buffer[each] = torch.randn(len(each), KV_HEADS, HEAD_DIM)
+    return kv
+
+
+def plain(kv: KVBlocks, layer: int, slots: np.ndarray, q: Tensor) -> Tensor:
+    """q [heads, head_dim], the last of the tokens at `slots`."""
+    k, v = (buffer[layer][slots].repeat_interleave(GROUP, dim=1) for buffer in (kv.keys, kv.values))
+    weights = torch.softmax(torch.einsum("hd,thd->ht", q, k) / HEAD_DIM**0.5, dim=-1)
+    return torch.einsum("ht,thd->hd", weights, v).flatten()
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_prefill(attention: Attention, scattered: bool) -> None:
+    """A prompt, one token behind a prefix, a chunk behind one, a single token, and padding of rows and context."""
+    torch.manual_seed(0)
+    chunks = [(9, 9), (1, 6), (5, 17), (1, 1)]  # tokens now, tokens in all
+    tables = block_tables(np.random.default_rng(0), [total for _, total in chunks], scattered)
+    slots = [slots_of(table, total) for table, (_, total) in zip(tables, chunks, strict=True)]
+    kv = filled(slots)
+    rows, context = 20, 40
+    arrays = {
+        "token_ids": np.zeros(rows, np.int64),
+        "rope_positions": np.zeros((3, rows), np.int64),
+        "slot_mapping": padded([s[-n:] for s, (n, _) in zip(slots, chunks, strict=True)], rows, kv.scratch_slot),
+        "query_seq": padded([np.full(n, i) for i, (n, _) in enumerate(chunks)], rows, -1),
+        "query_pos": padded([np.arange(total - n, total) for n, total in chunks], rows, 0),
+        "context_slots": padded(slots, context, kv.scratch_slot),
+        "context_seq": padded([np.full(total, i) for i, (_, total) in enumerate(chunks)], context, -1),
+        "context_pos": padded([np.arange(total) for _, total in chunks], context, 0),
+        "logits_index": np.zeros(1, np.int64),
+    }
+    read = attention.prefill(kv, PrefillInputs(**{name: torch.from_numpy(array) for name, array in arrays.items()}))
+    q = torch.randn(rows, HEADS, HEAD_DIM)
+    for layer in range(LAYERS):
+        got = read(layer, q)
+        assert got.shape == (rows, HEADS * HEAD_DIM)
+        assert got.isfinite().all()
+        row = 0
+        for (count, total), own in zip(chunks, slots, strict=True):
+            for length in range(total - count + 1, total + 1):
+                torch.testing.assert_close(got[row], plain(kv, layer, own[:length], q[row]), atol=1e-5, rtol=1e-5)
+                row += 1
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_decode(attention: Attention, scattered: bool) -> None:
+    torch.manual_seed(1)
+    lengths = [7, 1, 16, 13]
+    tables = block_tables(np.random.default_rng(1), lengths, scattered)
+    slots = [slots_of(table, length) for table, length in zip(tables, lengths, strict=True)]
+    kv = filled(slots)
+    rows = len(lengths) + 2
+    inputs = DecodeInputs(
+        token_ids=torch.zeros(rows, dtype=torch.int64),
+        rope_positions=torch.zeros(3, rows, dtype=torch.int64),
+        slot_mapping=torch.from_numpy(padded([own[-1:] for own in slots], rows, kv.scratch_slot)),
+        block_tables=torch.from_numpy(
+            np.stack([padded([table], 6, BLOCKS - 1) for table in [*tables, np.zeros(0), np.zeros(0)]])
+        ),
+        context_lens=torch.tensor([*lengths, 0, 0]),
+    )
+    for buffer in (*kv.keys, *kv.values):
+        buffer[kv.scratch_slot] = 0.0  # as the graph has just written it for padding
+    read = attention.decode(kv, inputs)
+    q = torch.randn(rows, HEADS, HEAD_DIM)
+    for layer in range(LAYERS):
+        got = read(layer, q)
+        assert got.shape == (rows, HEADS * HEAD_DIM)
+        assert got.isfinite().all()
+        for row, own in enumerate(slots):
+            torch.testing.assert_close(got[row], plain(kv, layer, own, q[row]), atol=1e-5, rtol=1e-5)
+
+
+def test_patches(attention: Attention) -> None:
+    torch.manual_seed(2)
+    segments, start = [6, 1, 9], 0
+    rows = sum(segments) + 4
+    ids = padded([np.full(count, i) for i, count in enumerate(segments)], rows, -1)
+    q, k, v = (torch.randn(rows, HEADS, HEAD_DIM) for _ in range(3))
+    got = attention.patches(torch.from_numpy(ids), torch.float32)(q, k, v)
+    assert got.shape == (rows, HEADS * HEAD_DIM)
+    assert got.isfinite().all()
+    for count in segments:
+        own = slice(start, start + count)
+        weights = torch.softmax(torch.einsum("qhd,khd->hqk", q[own], k[own]) / HEAD_DIM**0.5, dim=-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, v[own]).flatten(1)
+        torch.testing.assert_close(got[own], expected, atol=1e-5, rtol=1e-5)
+        start += count
+
+
+def padded(parts: list[np.ndarray], size: int, padding: int) -> np.ndarray:
+    whole = np.full(size, padding, np.int64)
+    joined = np.concatenate(parts)
+    whole[: len(joined)] = joined
+    return whole
