@@ -17,6 +17,9 @@ from neuron.attention.interface import ReadsBlocks, ReadsPatches
 from neuron.kv_blocks import KVBlocks, Slots
 from neuron.models.interface import DecodeInputs, PrefillInputs
 
+_SIMILAR = 0.7
+"""Below it a sequence costs less in a call of its own than in padding."""
+
 
 class _Chunk(NamedTuple):
     """A sequence's rows in a prefill."""
@@ -59,25 +62,58 @@ def prefill(kv: KVBlocks, inputs: PrefillInputs) -> ReadsBlocks:
 
 
 def decode(kv: KVBlocks, inputs: DecodeInputs) -> ReadsBlocks:
-    """Each row over its sequence. The heads of a group stand where queries usually do."""
-    block_tables = inputs.block_tables.numpy()
-    offsets = np.arange(kv.block_size)
-    sequences: list[Slots] = []
-    for row, length in enumerate(inputs.context_lens.tolist()):
-        if length:
-            blocks = block_tables[row, : -(-length // kv.block_size)]
-            sequences.append(_slots((blocks[:, None] * kv.block_size + offsets).ravel()[:length]))
+    """Each row over its sequence, rows of similar length at once. A group's heads stand where queries usually do."""
+    groups = [_batch(kv, inputs, rows) for rows in _similar(inputs.context_lens.tolist())]
 
     def read(layer: int, q: Tensor) -> Tensor:
         rows, _, head_dim = q.shape
-        attended = torch.zeros_like(q).view(rows, kv.num_kv_heads, -1, head_dim)
-        grouped = q.view(attended.shape)
-        for row, slots in enumerate(sequences):
-            k, v = kv.read(layer, slots)
-            attended[row] = F.scaled_dot_product_attention(grouped[row, None], _heads_first(k), _heads_first(v))[0]
+        grouped = q.view(rows, kv.num_kv_heads, -1, head_dim)
+        attended = torch.zeros_like(grouped)
+        for batch in groups:
+            queries = grouped[batch.rows]
+            k, v = (
+                part.view(len(queries), -1, *part.shape[1:]).transpose(1, 2) for part in kv.read(layer, batch.slots)
+            )
+            attended[batch.rows] = F.scaled_dot_product_attention(queries, k, v, attn_mask=batch.mask)
         return attended.view(rows, -1)
 
     return read
+
+
+class _Batch(NamedTuple):
+    """Rows of a decode step that are read together."""
+
+    rows: Slots
+    slots: Slots
+    """[rows * longest], behind a sequence's own its last one again."""
+    mask: Tensor | None
+    """[rows, 1, 1, longest] added to the scores; None: all are as long."""
+
+
+def _batch(kv: KVBlocks, inputs: DecodeInputs, rows: list[int]) -> _Batch:
+    lengths = inputs.context_lens.numpy()[rows]
+    longest = int(lengths.max())
+    blocks = inputs.block_tables.numpy()[rows, : -(-longest // kv.block_size)]
+    slots = (blocks[:, :, None] * kv.block_size + np.arange(kv.block_size)).reshape(len(rows), -1)
+    if len(rows) == 1:
+        return _Batch(_slots(np.array(rows)), _slots(slots[0, :longest]), None)
+    beyond = np.arange(longest) >= lengths[:, None]
+    last = slots[np.arange(len(rows)), lengths - 1]
+    slots = np.where(beyond, last[:, None], slots[:, :longest])
+    mask = torch.zeros((), dtype=kv.dtype).masked_fill(torch.from_numpy(beyond), torch.finfo(kv.dtype).min)
+    return _Batch(
+        _slots(np.array(rows)), torch.from_numpy(slots.ravel()), mask[:, None, None] if beyond.any() else None
+    )
+
+
+def _similar(lengths: list[int]) -> list[list[int]]:
+    """Rows that read something, dealt into groups in which the shortest has at least _SIMILAR of the longest."""
+    groups: list[list[int]] = []
+    for row in sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]):
+        if not groups or lengths[row] < _SIMILAR * lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(row)
+    return [sorted(group) for group in groups]
 
 
 def patches(segment_ids: Tensor, dtype: torch.dtype) -> ReadsPatches:
@@ -104,7 +140,7 @@ def _counts(ids: Tensor) -> list[int]:
 
 
 def _slots(slots: np.ndarray) -> Slots:
-    """A slice where the slots follow one another."""
+    """A slice where the slots, or rows, follow one another."""
     first, last = int(slots[0]), int(slots[-1])
     if last - first == len(slots) - 1 and (np.diff(slots) == 1).all():
         return slice(first, last + 1)
