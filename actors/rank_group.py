@@ -16,6 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.environment import COMPUTES
 from actors.messages import RankOutput, SchedulerOutput, WarmUp
 from actors.neuron_cores import (
     check_gang,
@@ -48,16 +49,8 @@ Report = Callable[[str, int, int, float], None]
 
 def _environment() -> dict[str, str]:
     """Variables that must be set before a rank imports torch, beside the metric folder."""
-    variables = {
-        # Idle OpenMP threads sleep: spinning ones take the cores from the other ranks (540 ms a token instead of 3).
-        "OMP_WAIT_POLICY": "passive",
-        "GOMP_SPINCOUNT": "10000",
-        # glibc keeps freed buffers: giving them back after each layer costs page faults (52 ms a token instead of 22).
-        "MALLOC_TRIM_THRESHOLD_": str(2**30),
-        "MALLOC_MMAP_THRESHOLD_": str(2**30),
-    }
     inherited = {name: os.environ[name] for name in (METRICS_VARIABLE,) if name in os.environ}
-    return variables | inherited | probe.environment() | spans.environment()
+    return COMPUTES | inherited | probe.environment() | spans.environment()
 
 
 @dataclass
@@ -257,14 +250,20 @@ class RankGroup:
 
     # Steps
 
-    def step(self, output: SchedulerOutput, pixels: Mapping[str, Any], items: list[tuple[str, int]]) -> RankOutput:
+    def step(
+        self,
+        output: SchedulerOutput,
+        pixels: Mapping[str, Any],
+        items: list[tuple[str, int]],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> RankOutput:
         """Run one step on every rank and return rank 0's answer. Raises RankFailure.
 
         `items`: (mm_hash, patches) of the images to encode, in the message's order; `pixels`: references by mm_hash,
-        without those that lead to nothing.
+        without those that lead to nothing. `meanwhile` is called once the ranks have the step.
         """
         self._send_pixels(pixels, items)
-        answers = self._exchange(output, self.config.parallel.collective_timeout_s)
+        answers = self._exchange(output, self.config.parallel.collective_timeout_s, meanwhile)
         if self.config.debug.rank_digest:
             for answer in answers:
                 if answer.digest != answers[0].digest:
@@ -284,13 +283,16 @@ class RankGroup:
             if mm_hashes:
                 self._actors[rank].put_pixels.remote(mm_hashes, *(pixels.get(mm_hash) for mm_hash in mm_hashes))
 
-    def _exchange(self, command: SchedulerOutput | WarmUp, timeout_s: float) -> list[RankOutput]:
+    def _exchange(
+        self, command: SchedulerOutput | WarmUp, timeout_s: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[RankOutput]:
         """The ranks' answers, by rank. Raises RankFailure that names the rank at whose door it lies."""
         channel = self._channel
         assert channel is not None, "step before start"
         outputs: dict[int, RankOutput] = {}
         failure: RankFailure | None = None
         channel.send(self._encoder.encode(command))
+        meanwhile()
         deadline = time.monotonic() + timeout_s + _GRACE_S
         while channel.waited_for:
             answer = channel.receive(deadline - time.monotonic())

@@ -3,6 +3,7 @@
 from ray import serve
 from ray.serve import Application
 
+from actors.environment import KEEPS_BUFFERS
 from actors.plan import make_plan
 from configs.engine import EngineConfig
 from deployments.renderer.deployment import RendererDeployment
@@ -24,7 +25,7 @@ def build(args: EngineConfig) -> Application:
     plan = make_plan(args, neuron_cores)
     prometheus.wipe_stale(args.telemetry.multiproc_dir)
     variables = prometheus.environment(args.telemetry.multiproc_dir) | probe.environment() | spans.environment()
-    actor_options = {"num_cpus": _REPLICA_CPUS, "runtime_env": {"env_vars": variables}}
+    actor_options = {"num_cpus": _REPLICA_CPUS, "runtime_env": {"env_vars": variables | KEEPS_BUFFERS}}
     scheduler = serve.deployment(
         name="Scheduler",
         ray_actor_options=actor_options,

@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from actors.messages import EngineOutput, EngineRequest, RankOutput, SchedulerOutput
 from actors.step_channel import RankFailure
 from deployments.output_buffer import OutputBuffer
 from deployments.scheduler.crash_loop import MAX_FAILURES, CrashLoop
 from deployments.scheduler.request import RequestError
-from deployments.scheduler.scheduler import Scheduler
+from deployments.scheduler.scheduler import Scheduler, SchedulerStats
 from deployments.scheduler.stats import EngineStats, has_token
 from deployments.scheduler.timeline import Timeline
 
@@ -33,7 +33,15 @@ OnOutput = Callable[[EngineOutput], None]
 class Gang(Protocol):
     """What the engine needs of a RankGroup."""
 
-    def step(self, output: SchedulerOutput, pixels: dict[str, Any], items: list[tuple[str, int]]) -> RankOutput: ...
+    def step(
+        self,
+        output: SchedulerOutput,
+        pixels: dict[str, Any],
+        items: list[tuple[str, int]],
+        meanwhile: Callable[[], None],
+    ) -> RankOutput:
+        """`meanwhile` is called once the ranks have the step."""
+
     def check(self) -> None: ...
     def restart(self) -> None: ...
     def shutdown(self) -> None: ...
@@ -46,6 +54,17 @@ class _Live:
     request: EngineRequest
     on_output: OnOutput
     timeline: Timeline
+
+
+class _Stepped(NamedTuple):
+    """What a step came to, to be told while the next one runs."""
+
+    output: SchedulerOutput
+    answer: RankOutput
+    stats: SchedulerStats
+    results: list[EngineOutput]
+    at: float
+    """When its tokens were there, monotonic seconds."""
 
 
 class Engine:
@@ -67,6 +86,7 @@ class Engine:
         self._find_lost = find_lost
         self._crash_loop = CrashLoop(time.monotonic())
         self._live: dict[str, _Live] = {}
+        self._untold: _Stepped | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ending = threading.Lock()
         self._ended = False
@@ -193,6 +213,7 @@ class Engine:
         """Run the next step; False when there is nothing to do before a message comes or a hold window ends."""
         output = self._scheduler.schedule(time.monotonic())
         if output is None:
+            self._tell()
             self._gang.check()
             self._stats.record_idle(self._scheduler)
             return False
@@ -202,16 +223,22 @@ class Engine:
         for mm_hash in self._find_lost(pixels) if pixels else ():
             del pixels[mm_hash]
             self._give_back(mm_hash)
-        answer = self._gang.step(output, pixels, items)
+        answer = self._gang.step(output, pixels, items, self._tell)
         if answer.sampled:
             self._crash_loop.served()
         results = self._scheduler.update_from_output(output, answer.sampled)
-        self._stats.record_step(output, answer, self._scheduler)
-        for result in results:
-            self._deliver(result)
+        self._untold = _Stepped(output, answer, self._scheduler.take_stats(), results, time.monotonic())
         if self._check_invariants:
             self._scheduler.check_integrity()
         return True
+
+    def _tell(self) -> None:
+        """Count the latest step, then send its tokens: a client that has its answer finds it counted."""
+        step, self._untold = self._untold, None
+        if step is not None:
+            self._stats.record_step(step.output, step.answer, step.stats)
+            for result in step.results:
+                self._deliver(result, step.at)
 
     def _encoder_work(self, output: SchedulerOutput) -> tuple[dict[str, Any], list[tuple[str, int]]]:
         """References to the pixels and (mm_hash, patches) of the images to encode, in the message's order."""
@@ -231,6 +258,7 @@ class Engine:
 
         The step runs all the same, since the ranks are about to be told of it; what it computes for them is dropped.
         """
+        self._tell()
         error = f"the pixels of image {mm_hash} were lost"
         request_ids = self._scheduler.forget_image(mm_hash)
         logger.warning("%s: %d requests go back to their Renderers", error, len(request_ids))
@@ -282,12 +310,12 @@ class Engine:
             self._scheduler.abort_request(request_id)
             self._stats.record_end(live.timeline)
 
-    def _deliver(self, output: EngineOutput) -> None:
+    def _deliver(self, output: EngineOutput, at: float) -> None:
         live = self._live.get(output.request_id)
         if live is None:
             return
         if has_token(output):
-            live.timeline.on_token(time.monotonic())
+            live.timeline.on_token(at)
         if output.finish_reason is not None:
             del self._live[output.request_id]
             self._stats.record_end(live.timeline)
@@ -295,10 +323,11 @@ class Engine:
 
     def _recover(self, failure: RankFailure) -> None:
         """Start the gang anew and compute again what was lost with it. Raises RankFailure from a crash loop."""
+        self._tell()
         begin = time.monotonic()
         lost = self._scheduler.recover()
         for output in lost.given_up:
-            self._deliver(output)
+            self._deliver(output, begin)
         cause, given_up = failure, bool(lost.given_up)
         while True:
             logger.error("%s; restarting the gang%s", failure, f"\n{failure.details}" if failure.details else "")
@@ -320,6 +349,8 @@ class Engine:
 
     def _end(self) -> None:
         """Nothing is computed any more: whoever waits for something hears of it, and who comes later too."""
+        with suppress(Exception):
+            self._tell()
         with self._ending:
             self._ended = True
         for request_id, live in list(self._live.items()):

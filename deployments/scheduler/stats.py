@@ -74,9 +74,9 @@ class EngineStats:
         for bucket, took in compile_seconds.items():
             self._recorder.set(metrics.COMPILATION_TIME, took, bucket_name=bucket)
 
-    def record_step(self, output: SchedulerOutput, answer: RankOutput, scheduler: Scheduler) -> None:
-        """Called after each step, before its tokens go out, so that a client that has its answer finds it counted."""
-        self._record(scheduler.take_stats())
+    def record_step(self, output: SchedulerOutput, answer: RankOutput, stats: SchedulerStats) -> None:
+        """Called for each step, before its tokens go out, with what the scheduler counted until its end."""
+        self._record(stats)
         if answer.occupancy is not None:
             self._lines.state.active_blocks = answer.occupancy.active_blocks
             self._lines.state.free_blocks = answer.occupancy.free_blocks

@@ -21,14 +21,19 @@ _SIMILAR = 0.7
 """Below it a sequence costs less in a call of its own than in padding."""
 
 
+_LONG = 512
+"""Tokens before a chunk from which on they are read without a mask, which costs half as much again."""
+
+
 class _Chunk(NamedTuple):
     """A sequence's rows in a prefill."""
 
     rows: slice
     slots: Slots
+    num_before: int
+    """Tokens of the context before the rows, which all of them see."""
     mask: Tensor | None
-    """[rows, context] added to the scores. None: the rows are the whole context, or see all of it."""
-    causal: bool
+    """[rows, context] added to the scores; None where `_attend` needs none."""
 
 
 def prefill(kv: KVBlocks, inputs: PrefillInputs) -> ReadsBlocks:
@@ -38,27 +43,34 @@ def prefill(kv: KVBlocks, inputs: PrefillInputs) -> ReadsBlocks:
     row = at = 0
     for count, context in zip(_counts(inputs.query_seq), _counts(inputs.context_seq), strict=True):
         slots = _slots(context_slots[at : at + context])
-        causal = count == context
-        mask = None if causal or count == 1 else _causal(count, context, kv.dtype)
-        chunks.append(_Chunk(slice(row, row + count), slots, mask, causal))
+        before = context - count
+        mask = _causal(count, context, kv.dtype) if 0 < before < _LONG and count > 1 else None
+        chunks.append(_Chunk(slice(row, row + count), slots, before, mask))
         row, at = row + count, at + context
 
     def read(layer: int, q: Tensor) -> Tensor:
         attended = torch.zeros_like(q)
-        for rows, slots, mask, causal in chunks:
-            k, v = kv.read(layer, slots)
-            part = F.scaled_dot_product_attention(
-                _heads_first(q[rows]),
-                _heads_first(k),
-                _heads_first(v),
-                attn_mask=mask,
-                is_causal=causal,
-                enable_gqa=q.shape[1] > k.shape[1],
-            )
-            attended[rows] = part[0].transpose(0, 1)
+        for chunk in chunks:
+            k, v = kv.read(layer, chunk.slots)
+            part = _attend(chunk, *map(_heads_first, (q[chunk.rows], k, v)))
+            attended[chunk.rows] = part[0].transpose(0, 1)
         return attended.flatten(1)
 
     return read
+
+
+def _attend(chunk: _Chunk, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [1, heads, rows, head_dim] over k, v [1, kv heads, context, head_dim], causal -> as q."""
+    before, grouped = chunk.num_before, q.shape[1] > k.shape[1]
+    if before < _LONG or q.shape[2] == 1:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=chunk.mask, is_causal=before == 0, enable_gqa=grouped)
+    # What is before the rows, which needs no mask, and the rows among themselves, weighed by the sums of their softmax.
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) if grouped else part for part in (k, v))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    old, old_log_sum = flash(q, k[:, :, :before], v[:, :, :before])
+    new, new_log_sum = flash(q, k[:, :, before:], v[:, :, before:], is_causal=True)
+    weight = torch.sigmoid(new_log_sum - old_log_sum).unsqueeze(-1).to(q.dtype)
+    return torch.lerp(old, new, weight)
 
 
 def decode(kv: KVBlocks, inputs: DecodeInputs) -> ReadsBlocks:

@@ -12,7 +12,7 @@ from neuron.attention.interface import Attention
 from neuron.kv_blocks import KVBlocks
 from neuron.models.interface import DecodeInputs, PrefillInputs
 
-BLOCK, BLOCKS, KV_HEADS, GROUP, HEAD_DIM, LAYERS = 4, 40, 2, 3, 8, 2
+BLOCK, BLOCKS, KV_HEADS, GROUP, HEAD_DIM, LAYERS = 4, 240, 2, 3, 8, 2
 HEADS = KV_HEADS * GROUP
 
 
@@ -50,13 +50,13 @@ def plain(kv: KVBlocks, layer: int, slots: np.ndarray, q: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_prefill(attention: Attention, scattered: bool) -> None:
-    """A prompt, one token behind a prefix, a chunk behind one, a single token, and padding of rows and context."""
+    """A prompt, one token behind a prefix, chunks behind a short and a long one, a single token, and padding."""
     torch.manual_seed(0)
-    chunks = [(9, 9), (1, 6), (5, 17), (1, 1)]  # tokens now, tokens in all
+    chunks = [(9, 9), (1, 6), (5, 17), (1, 1), (70, 700)]  # tokens now, tokens in all
     tables = block_tables(np.random.default_rng(0), [total for _, total in chunks], scattered)
     slots = [slots_of(table, total) for table, (_, total) in zip(tables, chunks, strict=True)]
     kv = filled(slots)
-    rows, context = 20, 40
+    rows, context = 90, 750
     arrays = {
         "token_ids": np.zeros(rows, np.int64),
         "rope_positions": np.zeros((3, rows), np.int64),

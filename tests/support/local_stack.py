@@ -61,7 +61,14 @@ class LocalGang:
             command = WarmUp(step_id=-index, bucket=name)
             self.on_every_rank(lambda runner, command=command: runner.warm_up(command))  # type: ignore[misc]
 
-    def step(self, output: SchedulerOutput, pixels: dict[str, Any], items: list[tuple[str, int]]) -> RankOutput:
+    def step(
+        self,
+        output: SchedulerOutput,
+        pixels: dict[str, Any],
+        items: list[tuple[str, int]],
+        meanwhile: Callable[[], None],
+    ) -> RankOutput:
+        meanwhile()
         rounds = pack(items, self.plan.vision_patches, len(self.runners), self.plan.merge_area)
         for vision_round in rounds:
             for mailbox, block in zip(self.pixels, vision_round.blocks, strict=True):

@@ -46,7 +46,14 @@ class SimulatedGang:
         self._config, self._make_rank, self._step_s = config, make_rank, step_s
         self.rank = make_rank(config)
 
-    def step(self, output: SchedulerOutput, pixels: dict[str, Any], items: list[tuple[str, int]]) -> RankOutput:
+    def step(
+        self,
+        output: SchedulerOutput,
+        pixels: dict[str, Any],
+        items: list[tuple[str, int]],
+        meanwhile: Callable[[], None],
+    ) -> RankOutput:
+        meanwhile()
         assert set(pixels) == {mm_hash for mm_hash, _ in items}
         time.sleep(self._step_s)
         return RankOutput(step_id=output.step_id, rank=0, sampled=self.rank.run(output))

@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -29,7 +29,14 @@ class FakeGang:
         """A request in whose steps a rank fails."""
         self.bug: Exception | None = None
 
-    def step(self, output: SchedulerOutput, pixels: dict[str, Any], items: list[tuple[str, int]]) -> RankOutput:
+    def step(
+        self,
+        output: SchedulerOutput,
+        pixels: dict[str, Any],
+        items: list[tuple[str, int]],
+        meanwhile: Callable[[], None],
+    ) -> RankOutput:
+        meanwhile()
         if self.bug is not None:
             raise self.bug
         if self.fails_with in output.num_scheduled_tokens:
@@ -148,18 +155,42 @@ def test_a_request_that_fails_its_steps_is_given_up_and_the_others_are_served(ru
 def test_a_request_that_goes_on_between_failures_is_not_given_up(running: Running):
     calls = 0
 
-    def step(output: SchedulerOutput, pixels: dict[str, Any], items: list[tuple[str, int]]) -> RankOutput:
+    def step(*arguments: Any) -> RankOutput:
         nonlocal calls
         calls += 1
         if calls % 2:
             raise RankFailure(0, "died")
-        return FakeGang.step(running.gang, output, pixels, items)
+        return FakeGang.step(running.gang, *arguments)
 
     running.gang.step = step  # type: ignore[method-assign]
     sampling = SamplingParams(max_tokens=3 * MAX_FAILED_STEPS)
     running.submit(make_request("r", *text(3), sampling=sampling))
     assert running.end_of("r").finish_reason == "length"
     assert running.gang.num_restarts > MAX_FAILED_STEPS
+
+
+def test_a_step_is_told_while_the_next_one_runs_and_before_a_failed_one_is_computed_again(running: Running):
+    """Each time the ranks have a step, its client has the tokens of all steps before it, failed ones apart."""
+    told, known = [0], []
+    step = running.gang.step
+
+    def counting(output: SchedulerOutput, pixels: dict, items: list, meanwhile: Callable[[], None]) -> RankOutput:
+        if len(known) == 4:
+            known.append(-1)
+            raise RankFailure(0, "died")  # before it was told of the fourth step
+        answer = step(output, pixels, items, meanwhile)
+        known.append(told[0])
+        return answer
+
+    def take(output: EngineOutput) -> None:
+        told[0] += len(output.token_ids)
+        running._take(output)
+
+    running.gang.step = counting  # type: ignore[method-assign]
+    running.engine.submit(make_request("r", *text(3), sampling=SamplingParams(max_tokens=7)), take)
+    assert running.end_of("r").finish_reason == "length"
+    assert known[:8] == [0, 1, 2, 3, -1, 4, 5, 6]  # and a step that frees what it held
+    assert told == [7]
 
 
 def test_a_restart_that_fails_is_tried_again(running: Running):
