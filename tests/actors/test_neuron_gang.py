@@ -39,7 +39,7 @@ class StubRank(RankActor):
         self.loaded = (collectives, rendezvous)
         return {"seconds": 0.0, "bytes": 1.0}
 
-    def handle(self, command: bytes) -> bytes:
+    def _handle(self, command: bytes) -> bytes:
         message = msgspec.msgpack.decode(command, type=Command)
         return msgspec.msgpack.encode(
             RankOutput(step_id=message.step_id, rank=self.rank, timings={message.bucket: 0.0})  # type: ignore[union-attr]
