@@ -121,7 +121,7 @@ class ModelRunner:
         """Bytes of this rank's weights."""
         return self._model.nbytes
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def execute(self, output: SchedulerOutput) -> RankOutput:
         """Run one step. The order of the stages is the contract with the scheduler's accounting."""
         if self._warmed:
@@ -152,7 +152,7 @@ class ModelRunner:
             digest=self._digest() if self._plan.config.debug.rank_digest else None,
         )
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def warm_up(self, command: WarmUp) -> RankOutput:
         """Run the graph of one bucket with padding alone."""
         if self._rank != 0:
