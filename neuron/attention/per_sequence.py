@@ -19,8 +19,6 @@ from neuron.models.interface import DecodeInputs, PrefillInputs
 
 _SIMILAR = 0.7
 """Below it a sequence costs less in a call of its own than in padding."""
-
-
 _LONG = 512
 """Tokens before a chunk from which on they are read without a mask, which costs half as much again."""
 
@@ -96,6 +94,7 @@ class _Batch(NamedTuple):
     """Rows of a decode step that are read together."""
 
     rows: Slots
+    """Of the step."""
     slots: Slots
     """[rows * longest], behind a sequence's own its last one again."""
     mask: Tensor | None
@@ -103,19 +102,17 @@ class _Batch(NamedTuple):
 
 
 def _batch(kv: KVBlocks, inputs: DecodeInputs, rows: list[int]) -> _Batch:
-    lengths = inputs.context_lens.numpy()[rows]
+    places, lengths = _slots(np.array(rows)), inputs.context_lens.numpy()[rows]
     longest = int(lengths.max())
     blocks = inputs.block_tables.numpy()[rows, : -(-longest // kv.block_size)]
     slots = (blocks[:, :, None] * kv.block_size + np.arange(kv.block_size)).reshape(len(rows), -1)
     if len(rows) == 1:
-        return _Batch(_slots(np.array(rows)), _slots(slots[0, :longest]), None)
+        return _Batch(places, _slots(slots[0, :longest]), None)
     beyond = np.arange(longest) >= lengths[:, None]
     last = slots[np.arange(len(rows)), lengths - 1]
     slots = np.where(beyond, last[:, None], slots[:, :longest])
     mask = torch.zeros((), dtype=kv.dtype).masked_fill(torch.from_numpy(beyond), torch.finfo(kv.dtype).min)
-    return _Batch(
-        _slots(np.array(rows)), torch.from_numpy(slots.ravel()), mask[:, None, None] if beyond.any() else None
-    )
+    return _Batch(places, torch.from_numpy(slots.ravel()), mask[:, None, None] if beyond.any() else None)
 
 
 def _similar(lengths: list[int]) -> list[list[int]]:

@@ -50,13 +50,14 @@ class VisionBlock(NamedTuple, Generic[A]):
     rope_positions: A
     """[P, 2] (row, column) of each patch in its image."""
     segment_ids: A
-    """[P] which patches see each other, those of one image; -1: padding."""
+    """[P] which patches see each other, those of one image: ascending from 0; -1, at the end: padding."""
 
 
 class PrefillInputs(NamedTuple):
     """Chunks of several requests, packed flat. `query_seq` and `context_seq` name a request within the step: 0, 1 ...
 
-    The first row is real: a step without tokens runs no graph.
+    Both ascend, padding last, and a request's context is ordered by position and ends with its chunk. The first row is
+    real: a step without tokens runs no graph.
     """
 
     token_ids: torch.Tensor

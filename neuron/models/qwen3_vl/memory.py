@@ -1,7 +1,7 @@
 """Bytes that one rank of Qwen3-VL needs, from the config alone: weights exactly, activations as an upper estimate.
 
-The estimate counts what `text` and `vision` allocate, operation by operation, with attention that is not fused: a
-change there that moves memory belongs here too. A compiler may need less.
+The estimate counts what `text`, `vision` and masked attention allocate, operation by operation, with attention that is
+not fused: a change there that moves memory belongs here too. A compiler, or attention by sequence, may need less.
 """
 
 from __future__ import annotations
