@@ -130,6 +130,14 @@ class SimulatedStack:
         """Unfinished tasks on the server's event loop."""
         return len(asyncio.all_tasks(self._loop))
 
+    def connections(self) -> int:
+        """Connections of the server whose sockets are open: a socket is closed in the callback that forgets its connection."""
+
+        async def count() -> int:
+            return len(self._server.server_state.connections)
+
+        return asyncio.run_coroutine_threadsafe(count(), self._loop).result(10)
+
     def reset_caches(self) -> None:
         """Give back what caches keep; what is still held then is held by somebody."""
         self._loop.call_soon_threadsafe(self.renderer.processor_cache.reset)
