@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from actors.messages import SchedulerOutput
 from telemetry import spans
-from telemetry.step_spans import StepSpans
+from telemetry.span_notes import SpanNotes
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -18,7 +18,7 @@ class Stages:
         self.seconds: dict[str, float] = {}
         """Of each stage in the step at hand."""
         self._reports = reports
-        self._spans: StepSpans | None = None
+        self._spans: SpanNotes | None = None
 
     def step(self, output: SchedulerOutput, traces: Sequence[spans.Link | None]) -> AbstractContextManager[None]:
         """`traces`: of the requests scheduled. The span is in the first recorded one and links to all of them."""
@@ -34,7 +34,8 @@ class Stages:
         counts = {"prefill": prefill, "decode": total - prefill, "total": total, "reqs": len(traces)}
         # The choices of one request share its span.
         links = list({link.context.span_id: link for link in traces if link is not None}.values())
-        step = StepSpans(links, {"step_id": output.step_id, "phase": output.phase})
+        step = SpanNotes(links[0] if links else None, links)
+        step.begin("step", {"step_id": output.step_id, "phase": output.phase})
         step.mark("step_meta: " + " ".join(f"{key}={value}" for key, value in counts.items()), counts)
         self._spans = step
         try:

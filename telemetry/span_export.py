@@ -2,16 +2,70 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SynchronousMultiSpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
 
+from telemetry.span_notes import Note
 from telemetry.spans import ENDPOINT, SCOPE
+
+Emit = Callable[[SpanContext, Sequence[Note], Sequence[Link]], None]
+
+BATCH = "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
+ENTRIES_AT_ONCE = 64
+"""Entries of up to six spans in one export. More would hold the other threads of a process up for tens of ms."""
+
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_SCOPE = InstrumentationScope(SCOPE)
+
+
+class NotedSpans(ReadableSpan):
+    """Notes on their way to the exporter: one entry of the processor's queue."""
+
+    def __init__(self, parent: SpanContext, notes: Sequence[Note], links: Sequence[Link], resource: Resource) -> None:
+        super().__init__(name=notes[0].name, context=parent, resource=resource, instrumentation_scope=_SCOPE)
+        self._notes, self._outer_links = notes, links
+
+    def spans(self) -> list[ReadableSpan]:
+        parent = self.context
+        contexts = {note.span_id: SpanContext(parent.trace_id, note.span_id, False, _SAMPLED) for note in self._notes}
+        return [
+            ReadableSpan(
+                name=note.name,
+                context=contexts[note.span_id],
+                parent=parent if note.parent is None else contexts[note.parent],
+                resource=self.resource,
+                attributes=note.attributes,
+                links=self._outer_links if note.parent is None else (),
+                status=Status(StatusCode.ERROR, note.error) if note.error else Status(),
+                start_time=note.begin,
+                end_time=note.end,
+                instrumentation_scope=_SCOPE,
+            )
+            for note in self._notes
+        ]
+
+
+class NotesExporter(SpanExporter):
+    """Makes spans of notes, and hands all to another exporter."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        made = [span.spans() if isinstance(span, NotedSpans) else [span] for span in spans]
+        return self._exporter.export([span for several in made for span in several])
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
 
 
 class JSONLinesExporter(SpanExporter):
@@ -49,21 +103,24 @@ def _plain(span: ReadableSpan) -> dict[str, object]:
     }
 
 
-def create_provider(process: str, file: str | None) -> tuple[TracerProvider, Callable[[Mapping[str, Any]], None]]:
-    """A provider of its own, not the global one: Ray has its own use of that. And what exports a finished span."""
+def create_provider(process: str, file: str | None) -> tuple[TracerProvider, Emit]:
+    """A provider of its own, not the global one: Ray has its own use of that. And what exports notes."""
     resource = Resource.create({"service.name": "trn-vision-serve", "service.instance.id": process})
     processors = SynchronousMultiSpanProcessor()
+    batch = None if os.environ.get(BATCH) else ENTRIES_AT_ONCE
     provider = TracerProvider(active_span_processor=processors, resource=resource)
     if file:
-        processors.add_span_processor(BatchSpanProcessor(JSONLinesExporter(file)))
+        processors.add_span_processor(
+            BatchSpanProcessor(NotesExporter(JSONLinesExporter(file)), max_export_batch_size=batch)
+        )
     if os.environ.get(ENDPOINT):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        processors.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        processors.add_span_processor(
+            BatchSpanProcessor(NotesExporter(OTLPSpanExporter()), max_export_batch_size=batch)
+        )
 
-    scope = InstrumentationScope(SCOPE)
-
-    def emit(span: Mapping[str, Any]) -> None:
-        processors.on_end(ReadableSpan(resource=resource, instrumentation_scope=scope, **span))
+    def emit(parent: SpanContext, notes: Sequence[Note], links: Sequence[Link]) -> None:
+        processors.on_end(NotedSpans(parent, notes, links, resource))
 
     return provider, emit

@@ -72,10 +72,10 @@ def seen() -> bool:
     return _tracer is not None or _nvtx is not None
 
 
-def emit(**span: Any) -> None:
-    """Export a finished span: the arguments of `ReadableSpan`, but for those that all spans of a process share."""
+def emit(parent: Any, notes: Sequence[Any], links: Sequence[Link]) -> None:
+    """Export the finished spans that `telemetry.span_notes` noted, the outermost inside the span context `parent`."""
     if _emit is not None:
-        _emit(span)
+        _emit(parent, notes, links)
 
 
 def begin_range(name: str) -> Any:

@@ -290,7 +290,7 @@ class Engine:
         lost_mm_hashes: tuple[str, ...] = (),
     ) -> None:
         """The request ends here with an error. With 503 it may go on elsewhere, where its times are recorded."""
-        self._stats.record_end(live.timeline, counts=status != 503)
+        self._stats.record_end(live.timeline, time.monotonic(), counts=status != 503)
         live.on_output(
             EngineOutput(
                 request_id=live.request.request_id,
@@ -308,7 +308,7 @@ class Engine:
         live = self._live.pop(request_id, None)
         if live is not None:
             self._scheduler.abort_request(request_id)
-            self._stats.record_end(live.timeline)
+            self._stats.record_end(live.timeline, time.monotonic())
 
     def _deliver(self, output: EngineOutput, at: float) -> None:
         live = self._live.get(output.request_id)
@@ -318,7 +318,7 @@ class Engine:
             live.timeline.on_token(at)
         if output.finish_reason is not None:
             del self._live[output.request_id]
-            self._stats.record_end(live.timeline)
+            self._stats.record_end(live.timeline, at)
         live.on_output(output)
 
     def _recover(self, failure: RankFailure) -> None:

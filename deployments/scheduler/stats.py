@@ -102,9 +102,9 @@ class EngineStats:
         self._lines.traffic.mm_queries += request.mm_cache_queries
         self._lines.traffic.mm_hits += request.mm_cache_hits
 
-    def record_end(self, timeline: Timeline, counts: bool = True) -> None:
+    def record_end(self, timeline: Timeline, at: float, counts: bool = True) -> None:
         """`counts`: whether its times do, because it does not go on elsewhere."""
-        timeline.on_end(self._recorder if counts else None)
+        timeline.on_end(at, self._recorder if counts else None)
 
     def record_restart(self, failure: RankFailure) -> None:
         """The gang is started anew because of `failure`."""

@@ -3,6 +3,7 @@
 from actors.messages import EngineRequest
 from telemetry import metrics, spans
 from telemetry.recorder import Recorder
+from telemetry.span_notes import SpanNotes
 
 
 class Timeline:
@@ -13,24 +14,25 @@ class Timeline:
         self.scheduled: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
-        self._trace = spans.context_of(request.trace_context)
-        self._span = spans.open_span("scheduler: queue", self._trace, {"request_id": request.request_id})
+        self._spans = SpanNotes(spans.link_to(request.trace_context)) if spans.seen() else None
+        if self._spans is not None:
+            self._spans.begin("scheduler: queue", {"request_id": request.request_id}, now)
 
-    def on_scheduled(self, now: float) -> None:
+    def on_scheduled(self, at: float) -> None:
         if self.scheduled is None:
-            self.scheduled = now
-            self._next_span("scheduler: prefill")
+            self.scheduled = at
+            self._next_span("scheduler: prefill", at)
 
-    def on_token(self, now: float) -> None:
+    def on_token(self, at: float) -> None:
         if self.first_token is None:
-            self.first_token = now
-            self._next_span("scheduler: decode")
-        self.last_token = now
+            self.first_token = at
+            self._next_span("scheduler: decode", at)
+        self.last_token = at
 
-    def on_end(self, recorder: Recorder | None) -> None:
+    def on_end(self, at: float, recorder: Recorder | None) -> None:
         """The request is finished or aborted: its phases count if it got a token and there is a recorder."""
-        if self._span is not None:
-            self._span.end()
+        if self._spans is not None:
+            self._spans.end(at=at)
         if recorder is None or self.scheduled is None or self.first_token is None or self.last_token is None:
             return
         for histogram, seconds in (
@@ -41,7 +43,7 @@ class Timeline:
         ):
             recorder.observe(histogram, seconds)
 
-    def _next_span(self, name: str) -> None:
-        if self._span is not None:
-            self._span.end()
-            self._span = spans.open_span(name, self._trace)
+    def _next_span(self, name: str, at: float) -> None:
+        if self._spans is not None:
+            self._spans.end(at=at)
+            self._spans.begin(name, at=at)

@@ -131,7 +131,7 @@ class SimulatedStack:
         return len(asyncio.all_tasks(self._loop))
 
     def connections(self) -> int:
-        """Connections of the server whose sockets are open: a socket is closed in the callback that forgets its connection."""
+        """Of the server, with open sockets: a socket is closed in the callback that forgets its connection."""
 
         async def count() -> int:
             return len(self._server.server_state.connections)

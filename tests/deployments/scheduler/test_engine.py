@@ -70,7 +70,7 @@ class NoStats:
     def record_restart(self, failure: RankFailure) -> None:
         self.restarts.append(failure.kind)
 
-    def record_end(self, timeline: object, counts: bool = True) -> None:
+    def record_end(self, timeline: object, at: float, counts: bool = True) -> None:
         self.ends.append(counts)
 
 
