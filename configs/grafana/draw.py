@@ -30,6 +30,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 BOARD = Path(__file__).with_name("trn-vision-serve.json")
 COLUMNS, COLUMN_INCHES, ROW_INCHES, DPI = 24, 0.9, 0.4, 90  # of the dashboard's grid
+LEGEND_LINE_INCHES, LEGEND_SHARE = 0.15, 0.4  # of its panel's height, at most: Grafana scrolls, a picture can't
 POINTS = 200  # of each series
 DURATION = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -149,7 +150,8 @@ def readable(value: float, unit: str) -> str:
 def draw_lines(picture: Picture, panel: Json, box: Box, series: list[Series]) -> None:
     defaults = panel["fieldConfig"]["defaults"]
     columns = max(1, int(box.width / (0.055 * max(len(one.name) for one in series) + 0.4)))
-    axes = picture.axes(box.inner(0.95, 0.4, 0.2, 0.35 + 0.15 * ceil(len(series) / columns)))
+    named = min(len(series), columns * int(LEGEND_SHARE * box.height / LEGEND_LINE_INCHES))
+    axes = picture.axes(box.inner(0.95, 0.4, 0.2, 0.35 + LEGEND_LINE_INCHES * ceil(named / columns)))
     stacked = defaults["custom"].get("stacking", {}).get("mode") == "normal"
     palette = colormaps["tab10" if len(series) <= 10 else "tab20"]
     tops: dict[float, float] = {}
@@ -160,7 +162,8 @@ def draw_lines(picture: Picture, panel: Json, box: Box, series: list[Series]) ->
             values = [low + value for low, value in zip(below, values, strict=True)]
             tops |= dict(zip(one.times, values, strict=True))
             axes.fill_between(days, below, values, color=color, alpha=0.3, linewidth=0)
-        axes.plot(days, values, color=color, linewidth=1.3, label=one.name)
+        more = f", and {len(series) - named} more" if index == named - 1 < len(series) - 1 else ""
+        axes.plot(days, values, color=color, linewidth=1.3, label=one.name + more if index < named else None)
     axes.margins(y=0.08)
     axes.set_xlim(*picture.days)
     axes.set_ylim(bottom=defaults.get("min"), top=defaults.get("max"))

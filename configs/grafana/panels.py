@@ -62,6 +62,11 @@ def mean(histogram: str, by: str) -> str:
     return f"sum by ({by}) (rate({histogram}_sum{WINDOW})) / sum by ({by}) (rate({histogram}_count{WINDOW}))"
 
 
+def largest(expr: str) -> str:
+    """The ten largest values above zero at each moment: a series for every bucket is more than a panel holds."""
+    return f"topk(10, {expr} > 0)"
+
+
 def percentiles(histogram: str) -> list[Query]:
     """p50, p90 and p99 of the values observed in the window."""
     buckets = f"sum by (model_name, le) (rate({histogram}_bucket{WINDOW}))"

@@ -1,6 +1,6 @@
 """The rows about requests and the engine: load, latency, buckets and the start."""
 
-from configs.grafana.panels import Query, Row, areas, bars, gauge, lines, mean, number, percentiles, rate
+from configs.grafana.panels import Query, Row, areas, bars, gauge, largest, lines, mean, number, percentiles, rate
 
 
 def overview() -> Row:
@@ -112,26 +112,26 @@ def engine() -> Row:
         "Engine: buckets and start",
         [
             areas(
-                "Executions per bucket",
+                "Executions per bucket, the ten most",
                 "Graph executions per second: a bucket that never runs costs only compilation time. One compiled after "
                 "the warm-up met a shape that it should not have.",
                 "suffix:/s",
                 [
-                    Query(rate("vllm_neuron:neff_execution_count", bucket), name),
+                    Query(largest(rate("vllm_neuron:neff_execution_count", bucket)), name),
                     Query(rate("vllm_neuron:graphs_compiled_after_warm_up", bucket), f"{name}, compiled late"),
                 ],
             ),
             lines(
-                "Sequence padding per bucket",
+                "Sequence padding per bucket, the ten worst",
                 "Mean number of sequences that an execution was padded by: if high, add a size to buckets.decode_seqs.",
                 "suffix:sequences",
-                [Query(mean("vllm_neuron:num_seqs_padding", bucket), name)],
+                [Query(largest(mean("vllm_neuron:num_seqs_padding", bucket)), name)],
             ),
             lines(
-                "Token padding per bucket",
+                "Token padding per bucket, the ten worst",
                 "Mean number of tokens that an execution was padded by: if high, add a size to buckets.prefill_tokens.",
                 "suffix:tokens",
-                [Query(mean("vllm_neuron:num_batched_tokens_padding", bucket), name)],
+                [Query(largest(mean("vllm_neuron:num_batched_tokens_padding", bucket)), name)],
             ),
             lines(
                 "Tokens per step",
@@ -141,10 +141,10 @@ def engine() -> Row:
                 width=12,
             ),
             bars(
-                "Compilation time per bucket",
+                "Compilation time per bucket, the ten longest",
                 "Time of each graph's first execution, its compilation included: what a bucket adds to the start.",
                 "s",
-                Query(gauge("vllm_neuron:compilation_time_seconds", bucket, over="max"), name),
+                Query(largest(gauge("vllm_neuron:compilation_time_seconds", bucket, over="max")), name),
             ),
             areas(
                 "Restarts of the gang",

@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class FakePrometheus(BaseHTTPRequestHandler):
-    """Two ranks' series for every query, one of them with a gap, and keeps the queries."""
+    """The ranks' series for every query, those of few with a gap, and keeps the queries."""
 
     queries: list[str]
+    ranks: tuple[int, ...] = (10, 2)
     error = ""
 
     def do_POST(self) -> None:
@@ -32,7 +33,7 @@ class FakePrometheus(BaseHTTPRequestHandler):
                 "metric": {"model_name": "m", "rank": str(rank), "bucket_name": f"decode_{rank}"},
                 "values": [[start + i * step, "NaN" if i == rank else str(i)] for i in range(5)],
             }
-            for rank in (10, 2)
+            for rank in self.ranks
         ]
         answer = {"status": "success", "data": {"resultType": "matrix", "result": result}}
         if self.error:
@@ -73,6 +74,15 @@ def test_every_query_is_sent_and_drawn(prometheus: tuple[str, type[FakePrometheu
     with Image.open(tmp_path / "images" / "board.png") as image:
         assert image.width > 1500
         assert image.height > 2000
+
+
+def test_a_panel_holds_more_series_than_its_legend(
+    prometheus: tuple[str, type[FakePrometheus]], tmp_path: Path
+) -> None:
+    url, handler = prometheus
+    handler.ranks = tuple(range(200))
+    result = draw(url, tmp_path / "board.png")
+    assert result.returncode == 0, result.stderr
 
 
 def test_errors_name_the_address_and_the_reason(prometheus: tuple[str, type[FakePrometheus]], tmp_path: Path) -> None:
