@@ -17,10 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import httpx
 
-from tests.support.application import Application, free_port
+from tests.support.application import Application, behind_haproxy, free_port
 
 START_LIMIT = 900  # seconds
-SERVE_ENVIRONMENT = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}  # as `make serve`
 
 
 @dataclass
@@ -40,8 +39,7 @@ def ours(checkpoint: Path, log: Path, max_model_len: int) -> Iterator[Running]:
         "model": {"path": str(checkpoint), "served_name": "bench", "dtype": "float32", "max_model_len": max_model_len},
         "telemetry": {"stats_interval_s": 3600},
     }
-    ports = {name: str(free_port()) for name in ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")}
-    with Application("configs/laptop.yaml", changes, log, SERVE_ENVIRONMENT | ports) as application:
+    with Application("configs/laptop.yaml", changes, log, behind_haproxy()) as application:
         yield Running(application.url, "bench", application.start_seconds, memory_of(application.pid))
 
 

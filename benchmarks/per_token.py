@@ -26,17 +26,15 @@ import yaml
 
 from actors.messages import EngineOutput, EngineRequest, SamplingParams
 from actors.plan import make_plan
-from benchmarks.engines import SERVE_ENVIRONMENT
 from benchmarks.workloads import Client, words
 from configs.engine import parse_config
 from deployments.scheduler.engine import Engine
 from deployments.scheduler.scheduler import Scheduler
 from deployments.scheduler.stats import EngineStats
 from telemetry.recorder import ENGINE, create_recorder
-from tests.support.application import ROOT, Application, free_port
+from tests.support.application import ROOT, Application, behind_haproxy
 from tests.support.local_stack import LocalGang
 
-HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")
 PARTS = ("Renderer", "Scheduler", "RankActor", "ProxyActor", "HAProxy", "ServeController", "raylet", "gcs")
 STREAMS = (1, 16)
 CPU_TICK_MS = 1e3 / os.sysconf("SC_CLK_TCK")
@@ -137,10 +135,9 @@ def main() -> None:
         print(f"{streams:2} streams, engine alone: {spread([1e3 * each for each in seconds])} ms per token", flush=True)
     with TemporaryDirectory() as folder:
         for channel in args.channels * args.starts:
-            ports = {name: str(free_port()) for name in HAPROXY_PORTS}
             changes = {"server": {"output_channel": channel}}
             log = Path(folder) / "log"
-            with Application("configs/laptop.yaml", changes, log, SERVE_ENVIRONMENT | ports) as application:
+            with Application("configs/laptop.yaml", changes, log, behind_haproxy()) as application:
                 for streams in STREAMS:
                     measured = [
                         asyncio.run(through_http(application.url, streams, args.tokens)) for _ in range(args.rounds)

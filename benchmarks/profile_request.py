@@ -29,14 +29,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.engines import SERVE_ENVIRONMENT
 from benchmarks.workloads import Client, Timing, image, words
-from tests.support.application import Application, free_port
+from tests.support.application import Application, behind_haproxy
 
 Span = dict[str, Any]
 Stage = tuple[str, float]
 """(name, milliseconds)"""
-HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")
 IMAGE, TEXT = "new 448x448 image", "text only"
 
 
@@ -154,8 +152,7 @@ def main() -> None:
             "model": {"path": str(args.checkpoint.resolve()), "served_name": "digits-vl"},
             "telemetry": {"spans_file": str(file)},
         }
-        ports = {key: str(free_port()) for key in HAPROXY_PORTS}
-        with Application("configs/laptop.yaml", changes, Path(name) / "log", SERVE_ENVIRONMENT | ports) as application:
+        with Application("configs/laptop.yaml", changes, Path(name) / "log", behind_haproxy()) as application:
             asked = asyncio.run(ask(application.url, args.tokens, args.repeats))
         recorded = [spans for spans in traces(file) if any(span["name"] == "request" for span in spans)][-len(asked) :]
     figure, axes = plt.subplots(1, 2, figsize=(16, 6), layout="constrained")

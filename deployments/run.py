@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.engine import load_config
+from deployments import ports
 
 _SPARE_S = 5.0
 """Beyond server.shutdown_timeout_s, for the Renderers' own answer."""
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     timeout_s = load_config(config).server.shutdown_timeout_s
 
     own = not joins_a_cluster()
+    if own:
+        _take_ports(config)
     os.environ.setdefault(*_DEREGISTRATION)
     import ray
     from ray.serve.scripts import cli
@@ -54,6 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cli.main(["run", config], prog_name="serve", standalone_mode=False)
     except _Terminated:
         _finish(timeout_s, own)
+
+
+def _take_ports(config: str) -> None:
+    """Ends the process where somebody listens on the HTTP port; HAProxy gets ports that nobody has."""
+    port = ports.http_port(config)
+    if not ports.is_free(port):
+        sys.exit(f"port {port} is in use, by another application perhaps: end that, or change http_options.port")
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        chosen = ports.of_haproxy()
+        os.environ |= chosen
+        moved = [
+            f"{name}={value}" for name, value in chosen.items() if int(value) != ports.HAPROXY.get(name, int(value))
+        ]
+        if moved:
+            print(f"HAProxy's usual ports are in use; it has {' '.join(moved)}", flush=True)
 
 
 def joins_a_cluster() -> bool:

@@ -31,6 +31,7 @@ from tests.support.clients import (
 )
 
 SEED = 7000
+COMMAND = (sys.executable, "-m", "deployments.run")
 SCHEDULER = "ServeReplica:trn-vision-serve:Scheduler"
 
 
@@ -51,12 +52,9 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
         "RAY_TMPDIR": ray.name,
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
     }
-    command = (sys.executable, "-m", "deployments.run")
     replicas = {"Renderer": 1, "Scheduler": 2}
-    with ray, Application("configs/laptop.yaml", changes, log, environment, replicas, command) as application:
+    with ray, Application("configs/laptop.yaml", changes, log, environment, replicas, COMMAND) as application:
         wait_until(lambda: len(processes(application, "RankActor")) == 2)
         yield application
 
@@ -64,6 +62,19 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
 @pytest.fixture(scope="module")
 def undisturbed(application: Application) -> list[Got]:
     return Clients(application, SEED).results()
+
+
+def test_two_applications_on_a_machine_answer_their_own_clients_only(application: Application, tmp_path: Path) -> None:
+    """From the first moment on that the second one says it is healthy, with HAProxy's ports left to it."""
+    changes = {"model": {"max_model_len": 1024}, "parallel": {"threads_per_rank": 1}}
+    environment = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+    before = application.metrics()["vllm:request_success"]
+    with Application("configs/laptop.yaml", changes, tmp_path / "log", environment, command=COMMAND) as second:
+        for _ in range(8):
+            second.client.completions.create(model=MODEL, prompt="Hello!", max_tokens=2)
+            application.client.completions.create(model=MODEL, prompt="Hello!", max_tokens=2)
+        assert second.metrics()["vllm:request_success"] == 8
+        assert application.metrics()["vllm:request_success"] == before + 8
 
 
 def wait_for_replicas(application: Application, old: list[psutil.Process]) -> None:

@@ -16,6 +16,8 @@ import openai
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployments.ports import FALLBACK, HAPROXY
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -23,6 +25,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def behind_haproxy() -> dict[str, str]:
+    """The environment that `make serve` gives `serve run`, with ports that nobody has."""
+    ports = {name: str(free_port()) for name in (*HAPROXY, FALLBACK)}
+    return {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"} | ports
 
 
 def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import DEBUG
-from tests.support.application import Application, free_port
+from tests.support.application import Application, behind_haproxy
 
 FILE_KEY, VARIABLE_KEY = "sk-of-the-file-5501", "sk-of-the-variable-5502"
 KEYS_VARIABLE = "TVS_E2E_KEYS"
@@ -20,12 +20,8 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
     """
     folder = Path(tmp_path_factory.mktemp("sixteen"))
     (folder / "keys").write_text(FILE_KEY)
-    environment = {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    environment = behind_haproxy() | {
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # what a log holds is in its file
         KEYS_VARIABLE: VARIABLE_KEY,
     }
