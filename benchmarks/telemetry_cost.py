@@ -88,7 +88,7 @@ def requests(rng: np.random.Generator, count: int, tokens: int) -> Iterator[Engi
             sampling=SamplingParams(max_tokens=tokens, temperature=0),
             arrival_time=time.time(),
             mm_items=(MMItem(mm_hash=mm_hash, offset=0, length=EMBEDDINGS, num_embeddings=EMBEDDINGS, grid=GRID),),
-            pixels={mm_hash: rng.standard_normal((16, 1536), np.float32)},
+            pixels={mm_hash: rng.standard_normal((16, 768), np.float32)},
             trace_context=spans.headers_of(root.context) if root else {},
         )
         if root:

@@ -1,5 +1,6 @@
 """From an RGB image to the pixels that the vision encoder takes, by the checkpoint's own image processor."""
 
+import copy
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +29,11 @@ class ImageProcessor:
     """transformers' Pillow-backed image processor behind the two things that the Renderer needs of it."""
 
     def __init__(self, image_processor: Any, model_id: str) -> None:
-        self._processor = image_processor
+        # One frame: those of a still image are all the same, and half the pixels are half the work of every copy.
+        self._processor = copy.copy(image_processor)
+        self._processor.temporal_patch_size = 1
         self._merge_area = int(image_processor.merge_size) ** 2
-        settings = json.dumps(image_processor.to_dict(), sort_keys=True, default=str)
+        settings = json.dumps(self._processor.to_dict(), sort_keys=True, default=str)
         self.fingerprint = blake3.blake3(
             "\0".join((type(image_processor).__name__, settings, DECODING, model_id)).encode()
         ).digest()

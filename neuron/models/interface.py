@@ -132,7 +132,7 @@ class ModelConfig(Protocol):
     num_kv_heads: int
     max_position_embeddings: int
     patch_dim: int
-    """Values of one patch: channels * temporal patch * patch * patch."""
+    """Values of one patch of a still image: channels * patch * patch."""
     merge_area: int
     """Patches that become one embedding."""
     fat_dim: int

@@ -101,7 +101,7 @@ def prefill(step_id: int) -> SchedulerOutput:
 def run(group: RankGroup, step_id: int) -> Token:
     """Run the step; step 1 alone encodes the image."""
     step = prefill(step_id)
-    pixels = np.random.default_rng(1).standard_normal((16, 1536), dtype=np.float32)
+    pixels = np.random.default_rng(1).standard_normal((16, 768), dtype=np.float32)
     items = [("image", 16)] if step.scheduled_encoder_inputs else []
     output = group.step(step, {"image": ray.put(pixels)}, items)
     token = output.sampled[f"r{step_id}"]
@@ -174,7 +174,7 @@ class Owner:
 
 
 def test_ranks_stay_in_step_without_lost_pixels(gang: Gang) -> None:
-    pixels = np.random.default_rng(1).standard_normal((16, 1536), dtype=np.float32)
+    pixels = np.random.default_rng(1).standard_normal((16, 768), dtype=np.float32)
     owner = Owner.remote()
     here, gone = ray.put(pixels), *ray.get(owner.put.remote(pixels))
     assert find_lost({"a": here, "b": gone}) == []

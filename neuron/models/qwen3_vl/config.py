@@ -121,8 +121,8 @@ class Qwen3VLConfig:
 
     @property
     def patch_dim(self) -> int:
-        vision = self.vision
-        return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        """Of one frame: those of a still image are all the same."""
+        return self.vision.in_channels * self.vision.patch_size**2
 
     @property
     def merge_area(self) -> int:

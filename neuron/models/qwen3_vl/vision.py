@@ -76,8 +76,9 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig, checkpoint: Checkpoint, prefix: str = "model.visual") -> None:
         super().__init__()
         self.deepstack_indexes = config.deepstack_indexes
-        patch = checkpoint.whole(f"{prefix}.patch_embed.proj.weight")
-        self.patch_weight = nn.Buffer(patch.reshape(patch.shape[0], -1))  # its kernel covers a patch exactly
+        patch = checkpoint.whole(f"{prefix}.patch_embed.proj.weight")  # [hidden, channels, frames, patch, patch]
+        # The kernel covers a patch exactly, and the frames of a still image are the same: each value comes once.
+        self.patch_weight = nn.Buffer(patch.float().sum(2).flatten(1).to(patch.dtype))
         self.patch_bias = nn.Buffer(checkpoint.whole(f"{prefix}.patch_embed.proj.bias"))
         self.position_table = nn.Buffer(checkpoint.whole(f"{prefix}.pos_embed.weight"))
         axis_dim = config.head_dim // 2

@@ -254,7 +254,7 @@ def test_images_reach_the_engine_and_are_cached(served: Served):
     assert [item.grid for item in request.mm_items] == [(1, 4, 6)] * 2
     assert [item.length for item in request.mm_items] == [6, 6]
     assert set(request.pixels) == {item.mm_hash for item in request.mm_items}
-    assert all(pixels.shape == (24, 1536) for pixels in request.pixels.values())
+    assert all(pixels.shape == (24, 768) for pixels in request.pixels.values())
     again = ask(a, b, b)
     assert served.counters.values == (5, 3)
     assert [item.mm_hash for item in again.mm_items] == [

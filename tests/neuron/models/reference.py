@@ -78,12 +78,19 @@ class Reference:
         self.model.generation_config.eos_token_id = None
         self.config = self.model.config
 
+    def _pixels(self, images: Sequence[Image]) -> Tensor:
+        """As transformers takes them: every frame, of a still image the same again."""
+        vision = self.config.vision_config
+        pixels = np.concatenate([image.pixels for image in images])
+        one = pixels.reshape(len(pixels), vision.in_channels, 1, -1)
+        return torch.from_numpy(one.repeat(vision.temporal_patch_size, axis=2).reshape(len(pixels), -1))
+
     def _inputs(self, tokens: Sequence[int], images: Sequence[Image]) -> dict[str, Tensor]:
         ids = torch.tensor([list(tokens)])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         inputs["mm_token_type_ids"] = (ids == self.config.image_token_id).int()
         if images:
-            inputs["pixel_values"] = torch.from_numpy(np.concatenate([image.pixels for image in images]))
+            inputs["pixel_values"] = self._pixels(images)
             inputs["image_grid_thw"] = torch.tensor([image.grid for image in images])
         return inputs
 
@@ -105,9 +112,8 @@ class Reference:
     @torch.no_grad()
     def embeddings(self, image: Image) -> Tensor:
         """[tokens, fat_dim]: the main part, then the deepstack levels."""
-        out = self.model.model.get_image_features(
-            torch.from_numpy(image.pixels), torch.tensor([image.grid]), return_dict=True
-        )
+        grids = torch.tensor([image.grid])
+        out = self.model.model.get_image_features(self._pixels([image]), grids, return_dict=True)
         return torch.cat([out.pooler_output[0], *(level[0] for level in out.deepstack_features)], dim=-1)
 
 

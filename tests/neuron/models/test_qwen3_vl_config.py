@@ -62,7 +62,7 @@ def test_a_published_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
     config = load_model_config(tmp_path)
     assert config.fat_dim == 20480
-    assert config.patch_dim == 1536
+    assert config.patch_dim == 768
     assert config.merge_area == 4
     assert config.eos_token_ids == (151645, 151643)
     assert config.torch_dtype == "bfloat16"

@@ -39,7 +39,7 @@ class Case:
         }
         self.text_vocab = min(config.text_config.vocab_size, config.vision_start_token_id, config.vision_end_token_id)
         vision = config.vision_config
-        self.patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.patch_dim = vision.in_channels * vision.patch_size**2
         self.answer = functools.cache(self._answer)
         self.prompts = {name: self._prompt(seed, parts) for seed, (name, parts) in enumerate(PROMPTS.items())}
 
