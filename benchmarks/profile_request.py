@@ -78,7 +78,6 @@ def to_first_token(asked: Asked, spans: list[Span]) -> list[Stage]:
     for span in spans:
         named[span["name"]].append(span)
     (request,), (queue,), (prefill,) = named["request"], named["scheduler: queue"], named["scheduler: prefill"]
-    # The engine tells of a step once the ranks have the next one.
     steps = [span for span in named["step"] if span["end_time"] < prefill["end_time"]]
     last = steps[-1]["end_time"]
     marks = [("client and proxy", asked.begin), ("renderer: parse", request["start_time"])]

@@ -56,7 +56,6 @@ class VisionConfig:
     num_heads: int
     in_channels: int
     patch_size: int
-    temporal_patch_size: int
     spatial_merge_size: int
     out_hidden_size: int
     position_grid: int
@@ -258,7 +257,6 @@ def _vision_config(section: _Section) -> VisionConfig:
         num_heads=heads,
         in_channels=section.integer("in_channels", 3),
         patch_size=section.integer("patch_size", 16),
-        temporal_patch_size=section.integer("temporal_patch_size", 2),
         spatial_merge_size=section.integer("spatial_merge_size", 2),
         out_hidden_size=section.integer("out_hidden_size"),
         position_grid=math.isqrt(positions),
