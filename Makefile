@@ -19,6 +19,9 @@ MINUTES ?= 30
 # Processes of the fast suite; some tests only wait, so that two cores have room for three.
 WORKERS ?= 3
 
+# Built when the project is installed.
+KERNELS := $(wildcard neuron/amx/*.cpp neuron/amx/*.h)
+
 # HAProxy in front and fewer thread hops inside the replicas: several milliseconds less per request.
 SERVE_ENV := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
              RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0
@@ -36,12 +39,12 @@ endef
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(KERNELS)
 	$(call install,.)
 	@touch $@
 
 # Everything at once on a fresh machine: resolving twice takes half a minute.
-$(VENV)/.installed-test: pyproject.toml
+$(VENV)/.installed-test: pyproject.toml $(KERNELS)
 	$(call install,.[test$(,)lint])
 	@touch $(VENV)/.installed $@
 

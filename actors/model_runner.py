@@ -33,11 +33,11 @@ from actors.rank_request import RankRequest
 from actors.stages import Stages
 from actors.step_inputs import Chunk, DecodeCall, PrefillCall, StepInputs
 from actors.token_sampler import TokenSampler
-from neuron.attention import load_attention
 from neuron.collectives import Collectives
 from neuron.device import create_device
 from neuron.device.graphs import Graphs, NewShapeError
 from neuron.encoder_cache_blocks import EncoderCacheBlocks
+from neuron.kernels import choose_kernels
 from neuron.kv_blocks import KVBlocks
 from neuron.models import family_of
 from neuron.models.interface import ImageInputs, MRopeItem, VisionBlock
@@ -85,8 +85,11 @@ class ModelRunner:
             check_compiled(plan)
         self.device = create_device(plan.device, config.compiler.cache_dir)
         self._graphs = Graphs(self.device, self._met_new_shape)
+        kernels = choose_kernels(
+            plan.kind.kernels, plan.kind.kernels_for_high, plan.dtype, config.model.matmul_precision
+        )
         self._model = self._family.load_model(
-            config.model.folder, collectives, load_attention(plan.kind.attention), dtype, self.device.torch_device
+            config.model.folder, collectives, kernels, dtype, self.device.torch_device
         )
         self._kv = KVBlocks(
             num_layers=self._model_config.num_layers,

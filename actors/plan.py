@@ -149,7 +149,7 @@ def _buckets(config: EngineConfig, device: str, max_image_patches: int) -> tuple
     )
     longest = _round_up(config.model.max_model_len, block_size)
     longest = _round_up(max(longest, _padded_prefill(prefill_tokens, longest)), block_size)
-    contexts = _ladder(_round_up(1024, block_size), longest, steps) if kind.attention == "masked" else (longest,)
+    contexts = _ladder(_round_up(1024, block_size), longest, steps) if kind.kernels == "masked" else (longest,)
     largest_image = _round_up(max_image_patches, _VISION_MULTIPLE)
     return (
         prefill_tokens,

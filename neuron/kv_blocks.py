@@ -30,6 +30,7 @@ class KVBlocks:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
         self.dtype = dtype
         shape = ((num_blocks + 1) * block_size, num_kv_heads, head_dim)
         self.keys: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]

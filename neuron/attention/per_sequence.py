@@ -39,7 +39,7 @@ def prefill(kv: KVBlocks, inputs: PrefillInputs) -> ReadsBlocks:
     context_slots = inputs.context_slots.numpy()
     chunks = []
     row = at = 0
-    for count, context in zip(_counts(inputs.query_seq), _counts(inputs.context_seq), strict=True):
+    for count, context in zip(run_lengths(inputs.query_seq), run_lengths(inputs.context_seq), strict=True):
         slots = _slots(context_slots[at : at + context])
         before = context - count
         mask = _causal(count, context, kv.dtype) if 0 < before < _LONG and count > 1 else None
@@ -127,7 +127,7 @@ def _similar(lengths: list[int]) -> list[list[int]]:
 
 def patches(segment_ids: Tensor, dtype: torch.dtype) -> ReadsPatches:
     """Each image's patches among themselves."""
-    counts = _counts(segment_ids)
+    counts = run_lengths(segment_ids)
 
     def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attended = torch.zeros_like(q)
@@ -142,10 +142,10 @@ def patches(segment_ids: Tensor, dtype: torch.dtype) -> ReadsPatches:
     return read
 
 
-def _counts(ids: Tensor) -> list[int]:
+def run_lengths(ids: Tensor) -> list[int]:
     """How often 0, 1 ... occur in ids, which ascend and end with -1 for padding."""
-    counts: list[int] = np.bincount(ids[ids >= 0].numpy()).tolist()
-    return counts
+    lengths: list[int] = np.bincount(ids[ids >= 0].numpy()).tolist()
+    return lengths
 
 
 def _slots(slots: np.ndarray) -> Slots:

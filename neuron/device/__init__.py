@@ -25,15 +25,26 @@ class DeviceKind:
     """Whether a graph's first execution compiles it."""
     same_program: bool
     """Whether the ranks must run the same graphs at the same time: a rank without images then encodes padding."""
-    attention: str
-    """Which of `neuron.attention.ATTENTION` its graphs use."""
+    kernels: str
+    """Which of `neuron.kernels.KERNELS` its graphs call."""
+    kernels_for_high: str | None
+    """Which instead under `model.matmul_precision: high`, in float32; None: the same."""
     samples: bool
     """Whether tokens are drawn by graphs; else on the host, where the logits lie already."""
 
 
 KINDS = {
-    "cpu": DeviceKind("neuron.device.cpu", compiles=False, same_program=False, attention="per_sequence", samples=False),
-    "neuron": DeviceKind("neuron.device.xla", compiles=True, same_program=True, attention="masked", samples=True),
+    "cpu": DeviceKind(
+        "neuron.device.cpu",
+        compiles=False,
+        same_program=False,
+        kernels="per_sequence",
+        kernels_for_high="amx",
+        samples=False,
+    ),
+    "neuron": DeviceKind(
+        "neuron.device.xla", compiles=True, same_program=True, kernels="masked", kernels_for_high=None, samples=True
+    ),
 }
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from neuron.attention.interface import Attention
+    from neuron.kernels import Kernels
     from neuron.kv_blocks import KVBlocks
 
 A = TypeVar("A")
@@ -191,7 +191,7 @@ class Family(Protocol):
         self,
         folder: Path,
         collectives: object,
-        attention: Attention,
+        kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> Model:

@@ -29,7 +29,8 @@ CONFIG = {
 def gang(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalGang]:
     """A rank whose graphs, the sampler's among them, go through torch.compile: traced whole and run as they are."""
     torch.compiler.reset()
-    kinds = {"cpu": replace(neuron.device.KINDS["cpu"], attention="masked", samples=True, same_program=True)}
+    masked = {"kernels": "masked", "kernels_for_high": None}
+    kinds = {"cpu": replace(neuron.device.KINDS["cpu"], **masked, samples=True, same_program=True)}
     monkeypatch.setattr(neuron.device, "KINDS", kinds)
     monkeypatch.setattr("actors.plan.KINDS", kinds)
     monkeypatch.setattr(actors.model_runner, "create_device", lambda *_: CpuDevice("aot_eager"))

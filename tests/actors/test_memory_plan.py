@@ -19,8 +19,8 @@ from actors.plan import EnginePlan, make_plan, preview_plan
 from configs.engine import ConfigError, EngineConfig, load_config, parse_config
 from deployments.scheduler.scheduler import Scheduler
 from deployments.scheduler.stats import EngineStats
-from neuron.attention import load_attention
 from neuron.collectives import create_collectives
+from neuron.kernels import load_kernels
 from neuron.kv_blocks import KVBlocks
 from neuron.models import family_of, load_model_config
 from neuron.models.interface import DecodeInputs, ImageInputs, Model, PrefillInputs, VisionBlock
@@ -74,7 +74,7 @@ class Allocations(TorchDispatchMode):
 
 
 def load(rank: int, world_size: int, dtype: torch.dtype) -> Model:
-    return family_of(DIGITS).load_model(DIGITS, OneOf(rank, world_size), load_attention("masked"), dtype, "cpu")
+    return family_of(DIGITS).load_model(DIGITS, OneOf(rank, world_size), load_kernels("masked"), dtype, "cpu")
 
 
 def digits(**sections: Any) -> EngineConfig:

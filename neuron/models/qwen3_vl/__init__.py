@@ -16,8 +16,8 @@ from neuron.models.qwen3_vl.positions import mrope_positions, prepare_vision_blo
 if TYPE_CHECKING:
     import torch
 
-    from neuron.attention.interface import Attention
     from neuron.collectives import Collectives
+    from neuron.kernels import Kernels
     from neuron.models.qwen3_vl.model import Qwen3VL
 
 __all__ = ["load_config", "load_model", "mrope_positions", "prepare_vision_block"]
@@ -31,11 +31,11 @@ def load_config(folder: Path) -> Qwen3VLConfig:
 def load_model(
     folder: Path,
     collectives: Collectives,
-    attention: Attention,
+    kernels: Kernels,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> Qwen3VL:
     """Read this rank's slice of the weights. Raises CheckpointError."""
     from neuron.models.qwen3_vl.model import Qwen3VL
 
-    return Qwen3VL.load(folder, collectives, attention, dtype, device)
+    return Qwen3VL.load(folder, collectives, kernels, dtype, device)

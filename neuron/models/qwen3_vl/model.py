@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from neuron.attention.interface import Attention
+from neuron.kernels import Kernels
 from neuron.kv_blocks import KVBlocks
 from neuron.models.interface import DecodeInputs, ImageInputs, PrefillInputs, VisionBlock
 from neuron.models.qwen3_vl.config import Qwen3VLConfig
@@ -28,21 +28,21 @@ class Qwen3VL(nn.Module):
     """
 
     def __init__(
-        self, config: Qwen3VLConfig, checkpoint: Checkpoint, collectives: Collectives, attention: Attention
+        self, config: Qwen3VLConfig, checkpoint: Checkpoint, collectives: Collectives, kernels: Kernels
     ) -> None:
         super().__init__()
         self.config = config
         self.collectives = collectives
-        self.attention = attention
-        self.vision = VisionTower(config.vision, checkpoint)
-        self.text = TextModel(config, checkpoint, collectives)
+        self.attention = kernels.attention
+        self.vision = VisionTower(config.vision, checkpoint, kernels.ops)
+        self.text = TextModel(config, checkpoint, collectives, kernels.ops)
 
     @classmethod
     def load(
         cls,
         folder: Path,
         collectives: Collectives,
-        attention: Attention,
+        kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> Qwen3VL:
@@ -50,7 +50,7 @@ class Qwen3VL(nn.Module):
         config = Qwen3VLConfig.from_folder(folder)
         config.validate(collectives.world_size)
         with Checkpoint(folder, dtype) as checkpoint:
-            return cls(config, checkpoint, collectives, attention).to(device)
+            return cls(config, checkpoint, collectives, kernels).to(device)
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,8 @@ from neuron.attention.interface import ReadsBlocks
 from neuron.kv_blocks import KVBlocks
 from neuron.models.qwen3_vl.config import Qwen3VLConfig, TextConfig
 from neuron.models.qwen3_vl.weights import Checkpoint
+from neuron.ops.before import HeadNorm, RmsNorm, SwiGlu
+from neuron.ops.interface import Linear, Ops
 
 if TYPE_CHECKING:
     from neuron.collectives import Collectives
@@ -53,72 +55,40 @@ class MRope(nn.Module):
         self.axis = nn.Buffer(axis)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[3, T] -> cos and sin [T, 1, head_dim]; sin is negative in its first half, as `rotate` wants it."""
+        """[3, T] -> cos and sin [T, 1, head_dim]; sin is negative in its first half, as the operators want it."""
         angles = positions.index_select(0, self.axis).t() * self.frequencies
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
 
-def matrix(*rows: Tensor) -> nn.Buffer:
-    """Of a linear map [out, in], in memory input by input: on the CPU the product with 16 rows takes a third to two
-    thirds of the time, that with one or with hundreds no longer."""
-    return nn.Buffer(torch.cat(rows).t().contiguous().t())
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of x [T, heads, head_dim]."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
-class Projections(nn.Module):
-    """Around attention, for this rank's heads: to queries, keys and values, and back."""
-
-    def __init__(self, config: Qwen3VLConfig, checkpoint: Checkpoint, name: str, collectives: Collectives) -> None:
-        super().__init__()
-        rank, world = collectives.rank, collectives.world_size
-        self.collectives = collectives
-        self.head_dim = config.head_dim
-        self.num_kv_heads = config.num_local_kv_heads(world)
-        self.num_heads = config.text.num_heads // world
-        self.eps = config.text.rms_norm_eps
-        kv_heads = config.local_kv_heads(rank, world)
-        kv_rows = (kv_heads.start * self.head_dim, kv_heads.stop * self.head_dim)
-        self.qkv = matrix(
-            checkpoint.rows(f"{name}.q_proj.weight", rank, world),
-            checkpoint.row_range(f"{name}.k_proj.weight", *kv_rows),
-            checkpoint.row_range(f"{name}.v_proj.weight", *kv_rows),
-        )
-        self.out = matrix(checkpoint.columns(f"{name}.o_proj.weight", rank, world))
-        q_norm, k_norm = checkpoint.whole(f"{name}.q_norm.weight"), checkpoint.whole(f"{name}.k_norm.weight")
-        self.qk_norm = nn.Buffer(torch.cat((q_norm.expand(self.num_heads, -1), k_norm.expand(self.num_kv_heads, -1))))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, hidden] -> q [T, heads, head_dim], k and v [T, kv heads, head_dim], normed and turned."""
-        qkv = F.linear(x, self.qkv).view(x.shape[0], -1, self.head_dim)
-        qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        qk = rotate(F.rms_norm(qk, (self.head_dim,), eps=self.eps) * self.qk_norm, cos, sin)
-        q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
-        return q, k, v
-
-
 class TextLayer(nn.Module):
-    """Pre-norm attention and gated MLP."""
+    """Pre-norm attention and gated MLP, this rank's part."""
 
     def __init__(
-        self, config: Qwen3VLConfig, checkpoint: Checkpoint, index: int, name: str, collectives: Collectives
+        self, config: Qwen3VLConfig, checkpoint: Checkpoint, index: int, name: str, collectives: Collectives, ops: Ops
     ) -> None:
         super().__init__()
-        rank, world = collectives.rank, collectives.world_size
+        rank, world, eps = collectives.rank, collectives.world_size, config.text.rms_norm_eps
         self.index = index
         self.collectives = collectives
-        self.eps = config.text.rms_norm_eps
-        self.projections = Projections(config, checkpoint, f"{name}.self_attn", collectives)
-        self.norm1 = nn.Buffer(checkpoint.whole(f"{name}.input_layernorm.weight"))
-        self.norm2 = nn.Buffer(checkpoint.whole(f"{name}.post_attention_layernorm.weight"))
-        self.gate_up = matrix(
-            *(checkpoint.rows(f"{name}.mlp.{part}_proj.weight", rank, world) for part in ("gate", "up"))
+        self.ops = ops
+        num_heads, kv_heads = config.text.num_heads // world, config.local_kv_heads(rank, world)
+        kv_rows = (kv_heads.start * config.head_dim, kv_heads.stop * config.head_dim)
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        qkv = (
+            checkpoint.rows(f"{attention}.q_proj.weight", rank, world),
+            checkpoint.row_range(f"{attention}.k_proj.weight", *kv_rows),
+            checkpoint.row_range(f"{attention}.v_proj.weight", *kv_rows),
         )
-        self.down = matrix(checkpoint.columns(f"{name}.mlp.down_proj.weight", rank, world))
+        gate_up = [checkpoint.rows(f"{mlp}.{part}_proj.weight", rank, world) for part in ("gate", "up")]
+        q_norm, k_norm = (checkpoint.whole(f"{attention}.{which}_norm.weight") for which in ("q", "k"))
+        norm1 = RmsNorm(checkpoint.whole(f"{name}.input_layernorm.weight"), eps)
+        norm2 = RmsNorm(checkpoint.whole(f"{name}.post_attention_layernorm.weight"), eps)
+        self.qkv = ops.linear(torch.cat(qkv), before=norm1)
+        self.head_norm = HeadNorm(torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(len(kv_heads), -1))), eps)
+        self.out = ops.linear(checkpoint.columns(f"{attention}.o_proj.weight", rank, world))
+        self.gate_up = ops.linear(torch.cat(gate_up), before=norm2)
+        self.down = ops.linear(checkpoint.columns(f"{mlp}.down_proj.weight", rank, world), before=SwiGlu())
 
     def forward(
         self,
@@ -129,29 +99,32 @@ class TextLayer(nn.Module):
         attend: ReadsBlocks,
     ) -> Tensor:
         """x [T, hidden]; the keys at write_slots [T] are stored before attention reads them."""
-        q, k, v = self.projections(F.rms_norm(x, self.norm1.shape, self.norm1, self.eps), *rope)
-        kv.write(self.index, write_slots, k, v)
-        x = x + self.collectives.all_reduce(F.linear(attend(self.index, q), self.projections.out))
-        gate, up = F.linear(F.rms_norm(x, self.norm2.shape, self.norm2, self.eps), self.gate_up).chunk(2, dim=-1)
-        return x + self.collectives.all_reduce(F.linear(F.silu(gate) * up, self.down))
+        q = self.ops.rotate_and_store(self.qkv(x), self.head_norm, *rope, kv, self.index, write_slots)
+        x = self._join(self.out, attend(self.index, q), x)
+        return self._join(self.down, self.gate_up(x), x)
+
+    def _join(self, linear: Linear, x: Tensor, residual: Tensor) -> Tensor:
+        """The residual and the sum over all ranks."""
+        if self.collectives.world_size == 1:
+            return linear(x, residual)
+        return residual + self.collectives.all_reduce(linear(x))
 
 
 class TextModel(nn.Module):
     """Token ids, or rows that replace them, to logits."""
 
-    def __init__(self, config: Qwen3VLConfig, checkpoint: Checkpoint, collectives: Collectives) -> None:
+    def __init__(self, config: Qwen3VLConfig, checkpoint: Checkpoint, collectives: Collectives, ops: Ops) -> None:
         super().__init__()
         prefix = "model.language_model"
         self.collectives = collectives
         self.vocab_size = config.vocab_size
         self.hidden_size = config.text.hidden_size
-        self.eps = config.text.rms_norm_eps
         self.embedding = VocabEmbedding(checkpoint, f"{prefix}.embed_tokens.weight", collectives)
         self.rope = MRope(config.text)
         self.layers = nn.ModuleList(
-            TextLayer(config, checkpoint, i, f"{prefix}.layers.{i}", collectives) for i in range(config.num_layers)
+            TextLayer(config, checkpoint, i, f"{prefix}.layers.{i}", collectives, ops) for i in range(config.num_layers)
         )
-        self.norm = nn.Buffer(checkpoint.whole(f"{prefix}.norm.weight"))
+        self.norm = RmsNorm(checkpoint.whole(f"{prefix}.norm.weight"), config.text.rms_norm_eps)
         head = None  # the embedding's
         if not config.tie_word_embeddings:
             head = nn.Buffer(checkpoint.padded_rows("lm_head.weight", collectives.rank, collectives.world_size))
@@ -177,5 +150,5 @@ class TextModel(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab] float32, complete on every rank."""
         head = self.embedding.weight if self.lm_head is None else self.lm_head
-        logits = F.linear(F.rms_norm(x, self.norm.shape, self.norm, self.eps), head)
+        logits = F.linear(self.norm(x), head)
         return self.collectives.all_gather(logits, dim=-1)[:, : self.vocab_size].float()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron.attention import load_attention
+from neuron.kernels import load_kernels
 from neuron.kv_blocks import KVBlocks
 from neuron.models import family_of
 from neuron.models.interface import DecodeInputs, Grid, ImageInputs, MRopeItem, PrefillInputs, VisionBlock
@@ -96,7 +96,7 @@ class Gang:
         self,
         folder: Path,
         world_size: int,
-        attention: str = "masked",
+        kernels: str = "masked",
         poison: bool = False,
         dtype: torch.dtype = torch.float32,
     ):
@@ -107,7 +107,7 @@ class Gang:
         meeting = Meeting(world_size)
         self.models = [
             self.family.load_model(
-                folder, ThreadCollectives(meeting, rank, world_size), load_attention(attention), dtype, "cpu"
+                folder, ThreadCollectives(meeting, rank, world_size), load_kernels(kernels), dtype, "cpu"
             )
             for rank in range(world_size)
         ]

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from neuron.attention import load_attention
+from neuron.kernels import load_kernels
 from neuron.models import family_of
 from neuron.models.interface import CheckpointError
 from neuron.models.qwen3_vl.weights import Checkpoint
@@ -92,7 +92,7 @@ def test_a_rank_reads_only_its_part(folder: Path, monkeypatch: pytest.MonkeyPatc
     meeting = Meeting(16)
     for rank in range(16):
         family_of(folder).load_model(
-            folder, ThreadCollectives(meeting, rank, 16), load_attention("masked"), torch.float32, "cpu"
+            folder, ThreadCollectives(meeting, rank, 16), load_kernels("masked"), torch.float32, "cpu"
         )
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         names = [n for n in file.keys() if "language_model" in n]  # noqa: SIM118
@@ -109,9 +109,9 @@ def test_a_missing_tensor_and_a_missing_file_are_named(folder: Path, tmp_path: P
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     family = family_of(tmp_path)
     with pytest.raises(CheckpointError, match=r"expected model\.safetensors or model\.safetensors\.index\.json"):
-        family.load_model(tmp_path, collectives, load_attention("masked"), torch.float32, "cpu")
+        family.load_model(tmp_path, collectives, load_kernels("masked"), torch.float32, "cpu")
     weights = load_file(folder / "model.safetensors")
     weights.pop("model.language_model.norm.weight")
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"no tensor model\.language_model\.norm\.weight"):
-        family.load_model(tmp_path, collectives, load_attention("masked"), torch.float32, "cpu")
+        family.load_model(tmp_path, collectives, load_kernels("masked"), torch.float32, "cpu")

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from neuron.attention import ATTENTION
+from neuron.kernels import KERNELS
 from tests.neuron.models.gang import Gang, Image, Seq
 from tests.neuron.models.reference import DEMO, Reference, make_checkpoint, make_image
+from tests.support.kernels import marks_of
 
 TOKENS = 64
 TOLERANCE = 1e-3
@@ -22,7 +23,7 @@ CHECKPOINTS = ("random", "two-kv-heads-untied", "demo")
 setups = [(name, world) for name in CHECKPOINTS for world in WORLDS] + [("random", 2), ("two-kv-heads-untied", 8)]
 every_setup = pytest.mark.parametrize("setup", setups, ids=str)
 every_world = pytest.mark.parametrize("setup", [*(("random", world) for world in WORLDS), ("demo", 1)], ids=str)
-both_attentions = pytest.mark.parametrize("attention", sorted(ATTENTION))
+all_kernels = pytest.mark.parametrize("kernels", [pytest.param(name, marks=marks_of(name)) for name in KERNELS])
 
 
 class Case:
@@ -107,8 +108,8 @@ def case(request: pytest.FixtureRequest, cases: Callable[[str], Case]) -> Case:
 
 
 @pytest.fixture
-def gang(setup: tuple[str, int], case: Case, attention: str) -> Iterator[Gang]:
-    made = Gang(case.folder, setup[1], attention=attention)
+def gang(setup: tuple[str, int], case: Case, kernels: str) -> Iterator[Gang]:
+    made = Gang(case.folder, setup[1], kernels=kernels)
     yield made
     made.close()
 
@@ -134,7 +135,7 @@ def check_decode(case: Case, gang: Gang, names: Sequence[str], seqs: Sequence[Se
         assert seq.tokens[len(case.prompts[name][0]) :] == case.answer(name)[0], name
 
 
-@both_attentions
+@all_kernels
 @every_world
 @pytest.mark.parametrize("name", ["text", "image", "six"])
 def test_prompt_alone(case: Case, gang: Gang, name: str) -> None:
@@ -145,7 +146,7 @@ def test_prompt_alone(case: Case, gang: Gang, name: str) -> None:
     check_decode(case, gang, [name], [seq], [logits[-1]])
 
 
-@both_attentions
+@all_kernels
 @every_world
 def test_image_cut_by_chunks(case: Case, gang: Gang) -> None:
     seq = case.sequence("large")
@@ -156,7 +157,7 @@ def test_image_cut_by_chunks(case: Case, gang: Gang) -> None:
     check_decode(case, gang, ["large"], [seq], [logits[-1][-1]])
 
 
-@both_attentions
+@all_kernels
 @every_world
 def test_prefix_hit_inside_an_image(case: Case, gang: Gang) -> None:
     earlier = case.sequence("large")
@@ -170,7 +171,7 @@ def test_prefix_hit_inside_an_image(case: Case, gang: Gang) -> None:
     check_decode(case, gang, ["large-other-question"], [seq], [logits[-1]])
 
 
-@both_attentions
+@all_kernels
 @every_setup
 def test_everything_mixed(case: Case, gang: Gang) -> None:
     """All prompts in shared prefill steps, with cut images and a prefix hit, then in one decode batch."""
@@ -204,21 +205,21 @@ def play_mixed(case: Case, gang: Gang) -> None:
     check_decode(case, gang, list(seqs), list(seqs.values()), [logits[name][-1][-1] for name in seqs])
 
 
-@both_attentions
+@all_kernels
 @pytest.mark.parametrize("setup", [("random", 1), ("two-kv-heads-untied", 4), ("demo", 1)], ids=str)
-def test_nan_in_padding_reaches_no_output(case: Case, setup: tuple[str, int], attention: str) -> None:
+def test_nan_in_padding_reaches_no_output(case: Case, setup: tuple[str, int], kernels: str) -> None:
     """Scratch, padding and blocks that nobody owns hold NaN throughout."""
-    gang = Gang(case.folder, setup[1], attention=attention, poison=True)
+    gang = Gang(case.folder, setup[1], kernels=kernels, poison=True)
     play_mixed(case, gang)
     gang.close()
 
 
-@both_attentions
+@all_kernels
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_embeddings(cases: Callable[[str], Case], name: str, attention: str) -> None:
+def test_embeddings(cases: Callable[[str], Case], name: str, kernels: str) -> None:
     """Two images packed in one block, with padding, each as transformers encodes it alone."""
     case = cases(name)
-    gang = Gang(case.folder, 1, attention=attention)
+    gang = Gang(case.folder, 1, kernels=kernels)
     images = [image for prompt in ("image", "large") for _, image in case.prompts[prompt][1]]
     gang.encode(images)
     for image in images:

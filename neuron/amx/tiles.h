@@ -1,0 +1,144 @@
+// Operands of the AMX products, and the one product that everything here is made of.
+//
+// A float32 value x is kept as the sum of two bfloat16 values, high = round(x) and low = round(x - high): 16 bits of
+// mantissa. A product of two values is high * high + high * low + low * high, summed in float32; what is left out is
+// below 2^-16 of the product.
+//
+// Operands lie in memory as tiles read them. K is the dimension that is summed over, in steps of 32:
+//   left   [K / 32][high, low][2][16 rows][32 of K]                 32 rows
+//   right  [K / 32][high, low][2][16 pairs of K][16 columns][2]     32 columns
+// A step is 4,096 bytes of each, as many as 32 x 32 values in float32.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace amx {
+
+constexpr int kBlock = 32;                          // rows of a left operand, columns of a right one, K of a step
+constexpr int kTile = 512;                          // values of a tile
+constexpr int kStep = 4 * kTile;                    // values of a step
+using Half = uint16_t;                              // a bfloat16
+
+struct Split {
+  __m256i high, low;
+};
+
+inline Split split(__m512 x) {
+  const __m256i high = (__m256i)_mm512_cvtneps_pbh(x);
+  const __m512 rounded = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+  return {high, (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, rounded))};
+}
+
+inline __m512i pairs(__m256i even, __m256i odd) {
+  return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+}
+
+// One row of a left operand: 32 of K at a time.
+inline void store_left(Half* operand, int row, int step, __m512 first, __m512 second) {
+  Half* at = operand + step * kStep + (row >> 4) * kTile + (row & 15) * 32;
+  const Split a = split(first), b = split(second);
+  _mm256_storeu_si256((__m256i*)at, a.high);
+  _mm256_storeu_si256((__m256i*)(at + 16), b.high);
+  _mm256_storeu_si256((__m256i*)(at + 2 * kTile), a.low);
+  _mm256_storeu_si256((__m256i*)(at + 2 * kTile + 16), b.low);
+}
+
+// Two rows of K of a right operand, `pair` and the next: 16 columns.
+inline void store_right(Half* operand, int pair, int half, __m512 even, __m512 odd) {
+  Half* at = operand + (pair >> 4) * kStep + half * kTile + (pair & 15) * 32;
+  const Split a = split(even), b = split(odd);
+  _mm512_storeu_si512(at, pairs(a.high, b.high));
+  _mm512_storeu_si512(at + 2 * kTile, pairs(a.low, b.low));
+}
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles of this thread while the object lives, in which it takes denormal numbers for 0, as the tiles do. rows: of left
+// operands, 1 to 16.
+class Tiles {
+ public:
+  explicit Tiles(int rows = 16) : control_(_mm_getcsr()) {
+    _mm_setcsr(control_ | 0x8040);
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) {
+      config.bytes[tile] = 64;
+      config.rows[tile] = tile < 6 ? rows : 16;     // 0 to 3 sums, 4 and 5 left, 6 and 7 right
+    }
+    _tile_loadconfig(&config);
+  }
+  ~Tiles() {
+    _tile_release();
+    _mm_setcsr(control_);
+  }
+  Tiles(const Tiles&) = delete;
+
+ private:
+  const unsigned control_;
+};
+
+// out [32][32] = left [32, K] * right [K, 32].
+inline void multiply(const Half* left, const Half* right, int steps, float* out) {
+  asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read memory
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int step = 0; step < steps; ++step, left += kStep, right += kStep) {
+    _tile_loadd(4, left, 64);                       // high
+    _tile_loadd(6, right + 2 * kTile, 64);          // low
+    _tile_loadd(7, right + 3 * kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, left + kTile, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    _tile_loadd(6, right, 64);                      // high
+    _tile_loadd(7, right + kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    _tile_loadd(4, left + 2 * kTile, 64);           // low
+    _tile_loadd(5, left + 3 * kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, out, 128);
+  _tile_stored(1, out + 16, 128);
+  _tile_stored(2, out + 512, 128);
+  _tile_stored(3, out + 528, 128);
+}
+
+// The same for 16 rows or fewer, to the same bits: out [rows][32]; of two tiles of rows the first is read.
+inline void multiply_few(const Half* left, const Half* right, int steps, float* out) {
+  asm volatile("" ::: "memory");
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int step = 0; step < steps; ++step, left += kStep, right += kStep) {
+    _tile_loadd(4, left, 64);                       // high
+    _tile_loadd(5, left + 2 * kTile, 64);           // low
+    _tile_loadd(6, right + 2 * kTile, 64);
+    _tile_loadd(7, right + 3 * kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(6, right, 64);
+    _tile_loadd(7, right + kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(0, 5, 6);
+    _tile_dpbf16ps(1, 5, 7);
+  }
+  _tile_stored(0, out, 128);
+  _tile_stored(1, out + 16, 128);
+}
+
+}  // namespace amx

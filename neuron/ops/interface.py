@@ -1,0 +1,39 @@
+"""The interface of a layer's operators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from neuron.kv_blocks import KVBlocks
+    from neuron.ops.before import HeadNorm
+
+
+class Linear(Protocol):
+    """A linear map: `before` the product, bias and residual behind it."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [rows, inputs of `before`] -> [rows, outputs]; residual [rows, outputs] is added."""
+
+
+class Ops(Protocol):
+    """One implementation."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, before: nn.Module | None = None) -> Linear:
+        """weight [outputs, inputs]. before: a module of `neuron.ops.before`; None: nothing."""
+
+    def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [rows, 3, heads, head_dim], which may be written -> q, k, both turned, and v: [rows, heads, head_dim].
+
+        cos, sin [rows, 1, head_dim]; sin is negative in its first half: the pairs are (i, i + head_dim / 2).
+        """
+
+    def rotate_and_store(
+        self, qkv: Tensor, norm: HeadNorm, cos: Tensor, sin: Tensor, kv: KVBlocks, layer: int, slots: Tensor
+    ) -> Tensor:
+        """qkv [T, (heads + 2 * kv heads) * head_dim], which may be written -> q [T, heads, head_dim].
+
+        Queries and keys are normed and turned, keys and values stored at slots [T] of the layer.
+        """
