@@ -8,6 +8,7 @@ from typing import Any
 import blake3
 import numpy as np
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from deployments.renderer.errors import APIError
 from deployments.renderer.images import DECODING
@@ -33,6 +34,7 @@ class ImageProcessor:
         self._processor = copy.copy(image_processor)
         self._processor.temporal_patch_size = 1
         self._merge_area = int(image_processor.merge_size) ** 2
+        self._table = self._values_by_byte()
         settings = json.dumps(self._processor.to_dict(), sort_keys=True, default=str)
         self.fingerprint = blake3.blake3(
             "\0".join((type(image_processor).__name__, settings, DECODING, model_id)).encode()
@@ -59,14 +61,47 @@ class ImageProcessor:
             raise _refused(width, height, error) from None
 
     def process(self, image: Image.Image) -> ProcessedImage:
-        """Resize, normalize and cut into patches. Slow (10 ms for 448x448): call it in a worker thread."""
-        try:
-            output = self._processor(images=[image], return_tensors="np")
-        except ValueError as error:  # a shape that it refuses
-            raise _refused(image.width, image.height, error) from None
-        t, h, w = (int(size) for size in output["image_grid_thw"][0])
-        pixels = np.ascontiguousarray(output["pixel_values"], dtype=np.float32)
-        return ProcessedImage(pixels, (t, h, w), t * h * w // self._merge_area)
+        """Resize, cut into patches and normalize. Slow (2 ms for 448x448): call it in a worker thread.
+
+        The same values as the processor's, which takes three times as long: what it makes of a byte is looked up here.
+        """
+        of = self._processor
+        if of.do_resize:
+            size, factor = of.size, of.patch_size * of.merge_size
+            try:
+                height, width = smart_resize(
+                    image.height, image.width, factor, min_pixels=size.shortest_edge, max_pixels=size.longest_edge
+                )
+            except ValueError as error:  # a shape that it refuses
+                raise _refused(image.width, image.height, error) from None
+            if (width, height) != image.size:
+                image = image.resize((width, height), of.resample)
+        channels = np.asarray(image).transpose(2, 0, 1)
+        patches = self._cut(channels)
+        pixels = np.empty((patches.shape[1], len(patches), patches.shape[2]), np.float32)
+        for channel, values in enumerate(self._table):
+            pixels[:, channel] = values.take(patches[channel])
+        grid = (1, image.height // of.patch_size, image.width // of.patch_size)
+        return ProcessedImage(pixels.reshape(len(pixels), -1), grid, len(pixels) // self._merge_area)
+
+    def _cut(self, channels: np.ndarray) -> np.ndarray:
+        """[channels, height, width] -> [channels, patches, patch * patch], a merge window's one behind the other."""
+        patch, merge = self._processor.patch_size, self._processor.merge_size
+        count, height, width = channels.shape
+        rows, columns = height // (patch * merge), width // (patch * merge)
+        windows = channels.reshape(count, rows, merge, patch, columns, merge, patch).transpose(0, 1, 4, 2, 5, 3, 6)
+        return np.ascontiguousarray(windows).reshape(count, -1, patch * patch)
+
+    def _values_by_byte(self) -> np.ndarray:
+        """[channels, 256] float32: what the processor rescales and normalizes a byte to."""
+        side = self._processor.patch_size * self._processor.merge_size
+        picture = np.arange(side * side).astype(np.uint8).reshape(1, side, side).repeat(3, axis=0)
+        output = self._processor(images=[picture.transpose(1, 2, 0)], do_resize=False, return_tensors="np")
+        patches, table = self._cut(picture), np.zeros((3, 256), np.float32)
+        values = output["pixel_values"].reshape(patches.shape[1], 3, -1)
+        for channel in range(3):
+            table[channel, patches[channel]] = values[:, channel]
+        return table
 
 
 def _refused(width: int, height: int, error: ValueError) -> APIError:

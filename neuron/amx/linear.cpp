@@ -21,7 +21,7 @@ struct Linear {
 namespace {
 
 constexpr int kFewRows = 16;
-constexpr int64_t kAloneBytes = 1 << 19;            // weights that one thread reads faster than two wake up
+constexpr int64_t kAloneBytes = 1 << 20;            // weights that one thread reads faster than two wake up
 constexpr int kChunkBytes = 3 << 18;                // of left operands, which stay in a core's second cache
 
 // before(x) of one row as a row of left operands.

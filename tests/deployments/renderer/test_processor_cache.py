@@ -29,27 +29,6 @@ def cache_of(max_bytes: int) -> tuple[ProcessorCache, Counters]:
     return ProcessorCache(max_bytes, counters, EXECUTOR), counters
 
 
-@pytest.mark.parametrize("size", [(64, 64), (96, 64), (448, 448), (100, 90), (33, 700), (1, 150), (2000, 1000)])
-def test_pixels_and_grid_are_those_of_transformers(checkpoint: Checkpoint, size):
-    image = picture(*size)
-    ours = ImageProcessor(checkpoint.image_processor, "m").process(image)
-    theirs = checkpoint.image_processor(images=[image], return_tensors="np")
-    assert ours.pixels.dtype == np.float32
-    assert ours.pixels.flags["C_CONTIGUOUS"]
-    frames = theirs["pixel_values"].reshape(len(ours.pixels), 3, 2, 16 * 16)
-    assert np.array_equal(frames[:, :, 0], frames[:, :, 1])
-    assert np.array_equal(ours.pixels, frames[:, :, 0].reshape(len(ours.pixels), -1))
-    assert list(ours.grid) == theirs["image_grid_thw"][0].tolist()
-    t, h, w = ours.grid
-    assert ours.num_embeddings == t * h * w // 4
-    assert ours.pixels.shape == (t * h * w, 3 * 16 * 16)
-
-
-def test_shape_that_the_processor_refuses(checkpoint: Checkpoint):
-    with pytest.raises(APIError, match="the model cannot take an image of 1 x 900 pixels"):
-        ImageProcessor(checkpoint.image_processor, "m").process(picture(1, 900))
-
-
 def test_key_depends_on_bytes_and_everything_that_shapes_the_pixels(checkpoint: Checkpoint):
     processor = checkpoint.image_processor
     one = ImageProcessor(processor, "m")
