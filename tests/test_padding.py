@@ -79,7 +79,11 @@ def answers(world_size: int, gang: type[LocalGang]) -> list[list[str]]:
 def test_no_answer_depends_on_what_padding_holds(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All four kinds of graph: tokens are drawn by the sample graphs, and idle ranks encode padding."""
     clean = answers(world_size, LocalGang)
-    kinds = {"cpu": replace(neuron.device.KINDS["cpu"], attention="masked", samples=True, same_program=True)}
+    kinds = {
+        "cpu": replace(
+            neuron.device.KINDS["cpu"], kernels="masked", kernels_for_high=None, samples=True, same_program=True
+        )
+    }
     monkeypatch.setattr("actors.plan.KINDS", kinds)
     PoisonedGang.num_poisoned = 0
     assert answers(world_size, PoisonedGang) == clean

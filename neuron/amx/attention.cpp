@@ -28,6 +28,7 @@ struct Span {
 namespace {
 
 const float kLowest = -3.4e38f;
+constexpr int64_t kAloneProducts = 1 << 19;         // that one thread computes faster than two wake up
 
 // Memory of one thread, which grows and is kept.
 template <typename T>
@@ -231,7 +232,9 @@ void attend_one(const Heads& heads, const Span& span, const int64_t* slots, int 
 
 // Rows of `out` that belong to no span are left as they are.
 extern "C" void attention(const Heads* heads, const Span* spans, int num_spans, const int64_t* slots) {
-#pragma omp parallel
+  int64_t scores = 0;
+  for (int which = 0; which < num_spans; ++which) scores += spans[which].num_rows * spans[which].num_slots;
+#pragma omp parallel if (scores * heads->heads * heads->dim > kAloneProducts)
   {
     const Tiles tiles;
 #pragma omp for schedule(dynamic) collapse(2)
