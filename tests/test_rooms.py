@@ -64,3 +64,19 @@ def test_a_rank_imports_neither_transformers_nor_fastapi() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_renderer_loads_no_torch() -> None:
+    """Nothing imports transformers before its checkpoint is loaded, which hides torch: 300 MB and seconds of its start."""
+    code = (
+        "import sys, numpy; from PIL import Image; import deployments.renderer.deployment\n"
+        "from deployments.renderer.routes import build_api; from deployments.renderer.serving import Renderer\n"
+        "from deployments.renderer.checkpoint import load_checkpoint; from configs.engine import parse_config\n"
+        "from deployments.renderer.processor import ImageProcessor\n"
+        "assert 'transformers' not in sys.modules\n"
+        "processor = ImageProcessor(load_checkpoint(parse_config({}), hide_torch=True).image_processor, 'm')\n"
+        "processor.process(Image.new('RGB', (64, 50)))\n"
+        "print([m for m in ('torch', 'torchvision', 'scipy') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.strip() == "[]"

@@ -8,7 +8,6 @@ from typing import Any
 import blake3
 import numpy as np
 from PIL import Image
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from deployments.renderer.errors import APIError
 from deployments.renderer.images import DECODING
@@ -30,6 +29,10 @@ class ImageProcessor:
     """transformers' Pillow-backed image processor behind the two things that the Renderer needs of it."""
 
     def __init__(self, image_processor: Any, model_id: str) -> None:
+        # Here: transformers looks for torch when it is imported, and must not find it in a Renderer (checkpoint.py).
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        self._smart_resize = smart_resize
         # One frame: those of a still image are all the same, and half the pixels are half the work of every copy.
         self._processor = copy.copy(image_processor)
         self._processor.temporal_patch_size = 1
@@ -69,7 +72,7 @@ class ImageProcessor:
         if of.do_resize:
             size, factor = of.size, of.patch_size * of.merge_size
             try:
-                height, width = smart_resize(
+                height, width = self._smart_resize(
                     image.height, image.width, factor, min_pixels=size.shortest_edge, max_pixels=size.longest_edge
                 )
             except ValueError as error:  # a shape that it refuses
