@@ -67,7 +67,7 @@ def test_a_rank_imports_neither_transformers_nor_fastapi() -> None:
 
 
 def test_a_renderer_loads_no_torch() -> None:
-    """Nothing imports transformers before its checkpoint is loaded, which hides torch: 300 MB and seconds of its start."""
+    """Nothing imports transformers before its checkpoint is loaded, which hides torch: 300 MB and seconds."""
     code = (
         "import sys, numpy; from PIL import Image; import deployments.renderer.deployment\n"
         "from deployments.renderer.routes import build_api; from deployments.renderer.serving import Renderer\n"
