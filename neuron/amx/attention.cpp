@@ -66,26 +66,19 @@ class SpanOfHead {
     const int64_t size = (int64_t)key_steps_ * dim_steps_ * kStep;
     keys_ = memory(keys, size);
     values_ = memory(values, size);
-    const __m512i lanes = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                             _mm512_set1_epi32(16));
-    for (int64_t at = 0; at < key_steps_ * 32; at += 2) {
-      const float *k[2], *v[2];
-      for (int i = 0; i < 2; ++i) {
-        const int64_t slot = slots_[std::min(at + i, span_.num_slots - 1)];
+    for (int step = 0; step < key_steps_; ++step) {
+      const float *k[32], *v[32];
+      for (int i = 0; i < 32; ++i) {
+        const int64_t slot = slots_[std::min<int64_t>(step * 32 + i, span_.num_slots - 1)];
         k[i] = heads_.k + slot * heads_.k_stride + kv_head_ * heads_.dim;
         v[i] = heads_.v + slot * heads_.v_stride + kv_head_ * heads_.dim;
       }
-      for (int step = 0; step < dim_steps_; ++step) {
-        for (int i = 0; i < 2; ++i)
-          store_left(keys_ + (at / 32) * dim_steps_ * kStep, (at + i) % 32, step, part(k[i], step * 32, heads_.dim),
-                     part(k[i], step * 32 + 16, heads_.dim));
-        for (int half = 0; half < 2; ++half) {
-          const int first = step * 32 + half * 16;
-          const Split even = split(part(v[0], first, heads_.dim)), odd = split(part(v[1], first, heads_.dim));
-          Half* to = values_ + ((int64_t)step * key_steps_ + at / 32) * kStep + half * kTile + at % 32;
-          _mm512_i32scatter_epi32(to, lanes, pairs(even.high, odd.high), 4);
-          _mm512_i32scatter_epi32(to + 2 * kTile, lanes, pairs(even.low, odd.low), 4);
-        }
+      for (int dims = 0; dims < dim_steps_; ++dims) {
+        Half* to = keys_ + (int64_t)step * dim_steps_ * kStep;
+        for (int i = 0; i < 32; ++i)
+          store_left(to, i, dims, part(k[i], dims * 32, heads_.dim), part(k[i], dims * 32 + 16, heads_.dim));
+        for (int half = 0; half < 2; ++half)
+          store_transposed(v, dims * 32 + half * 16, values_ + ((int64_t)dims * key_steps_ + step) * kStep + half * kTile);
       }
     }
   }
@@ -143,6 +136,21 @@ class SpanOfHead {
         _mm512_i32scatter_epi32(to + 2 * kTile, lanes, join(first_half.low, second_half.low), 4);
       }
       row += heads_.q_stride;
+    }
+  }
+
+  // 16 dimensions of 32 rows as 16 rows of a left operand.
+  void store_transposed(const float* const* rows, int dim, Half* to) const {
+    __m512i high[16], low[16];
+    for (int pair = 0; pair < 16; ++pair) {
+      const Pairs halves = split_pairs(part(rows[2 * pair], dim, heads_.dim), part(rows[2 * pair + 1], dim, heads_.dim));
+      high[pair] = halves.high, low[pair] = halves.low;
+    }
+    transpose(high);
+    transpose(low);
+    for (int i = 0; i < 16; ++i) {
+      _mm512_storeu_si512(to + i * 32, high[i]);
+      _mm512_storeu_si512(to + 2 * kTile + i * 32, low[i]);
     }
   }
 

@@ -32,8 +32,22 @@ inline Split split(__m512 x) {
   return {high, (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, rounded))};
 }
 
-inline __m512i pairs(__m256i even, __m256i odd) {
-  return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+// The halves of two rows of K, each with the other's beside it.
+struct Pairs {
+  __m512i high, low;
+};
+
+// As `split` does it, but for ties, and with two instructions for a rounding.
+inline Pairs split_pairs(__m512 even, __m512 odd) {
+  const __m512i upper = _mm512_set1_epi32(0xffff0000);
+  auto rounded = [](__m512 x) { return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)); };
+  auto joined = [&](__m512i a, __m512i b) {         // the upper halves of both
+    return _mm512_ternarylogic_epi32(_mm512_srli_epi32(a, 16), b, upper, 0xf8);
+  };
+  const __m512i high_even = _mm512_and_si512(rounded(even), upper), high_odd = _mm512_and_si512(rounded(odd), upper);
+  const __m512i low_even = rounded(_mm512_sub_ps(even, _mm512_castsi512_ps(high_even)));
+  const __m512i low_odd = rounded(_mm512_sub_ps(odd, _mm512_castsi512_ps(high_odd)));
+  return {joined(high_even, high_odd), joined(low_even, low_odd)};
 }
 
 // One row of a left operand: 32 of K at a time.
@@ -49,9 +63,32 @@ inline void store_left(Half* operand, int row, int step, __m512 first, __m512 se
 // Two rows of K of a right operand, `pair` and the next: 16 columns.
 inline void store_right(Half* operand, int pair, int half, __m512 even, __m512 odd) {
   Half* at = operand + (pair >> 4) * kStep + half * kTile + (pair & 15) * 32;
-  const Split a = split(even), b = split(odd);
-  _mm512_storeu_si512(at, pairs(a.high, b.high));
-  _mm512_storeu_si512(at + 2 * kTile, pairs(a.low, b.low));
+  const Pairs halves = split_pairs(even, odd);
+  _mm512_storeu_si512(at, halves.high);
+  _mm512_storeu_si512(at + 2 * kTile, halves.low);
+}
+
+// 16 rows of 16 values of 4 bytes become its columns.
+inline void transpose(__m512i* rows) {
+  __m512i a[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      rows[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + j + 2]);
+      rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + j + 2]);
+    }
+  for (int i = 0; i < 8; ++i) {                     // lanes of 4 values, as a 4 x 4 matrix for each row of a quarter
+    const int from = i / 4 * 8 + i % 4, to = from;
+    a[to] = _mm512_shuffle_i32x4(rows[from], rows[from + 4], 0x88);
+    a[to + 4] = _mm512_shuffle_i32x4(rows[from], rows[from + 4], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    rows[i] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
+    rows[i + 8] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
+  }
 }
 
 struct alignas(64) TileConfig {
