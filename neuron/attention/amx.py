@@ -27,6 +27,14 @@ class _Spans(NamedTuple):
     slots: np.ndarray
     """int64, rows of keys and values."""
     causal: bool
+    num_rows: int
+    """Rows from the first one on that all belong to a sequence: the kernel writes them."""
+
+    @classmethod
+    def of(cls, spans: np.ndarray, slots: np.ndarray, causal: bool) -> _Spans:
+        rows = int(spans[:, 1].sum())
+        last = int(spans[-1, 0] + spans[-1, 1]) if len(spans) else 0
+        return cls(spans, slots, causal, rows if rows == last else 0)
 
 
 def prefill(kv: KVBlocks, inputs: PrefillInputs) -> ReadsBlocks:
@@ -34,7 +42,7 @@ def prefill(kv: KVBlocks, inputs: PrefillInputs) -> ReadsBlocks:
     rows, context = per_sequence.run_lengths(inputs.query_seq), per_sequence.run_lengths(inputs.context_seq)
     if kv.head_dim % _LANES:
         return per_sequence.prefill(kv, inputs)
-    return _reader(kv, _Spans(_spans(rows, context), inputs.context_slots.numpy(), causal=True))
+    return _reader(kv, _Spans.of(_spans(rows, context), inputs.context_slots.numpy(), causal=True))
 
 
 def decode(kv: KVBlocks, inputs: DecodeInputs) -> ReadsBlocks:
@@ -47,13 +55,13 @@ def decode(kv: KVBlocks, inputs: DecodeInputs) -> ReadsBlocks:
     rows = np.flatnonzero(lengths)
     first = rows * slots.shape[1]
     spans = np.stack((rows, np.ones_like(rows), first, lengths[rows]), axis=1)
-    return _reader(kv, _Spans(spans, np.ascontiguousarray(slots), causal=True))
+    return _reader(kv, _Spans.of(spans, np.ascontiguousarray(slots), causal=True))
 
 
 def patches(segment_ids: Tensor, dtype: torch.dtype) -> ReadsPatches:
     """Each image's patches among themselves."""
     counts = per_sequence.run_lengths(segment_ids)
-    work = _Spans(_spans(counts, counts), np.arange(len(segment_ids)), causal=False)
+    work = _Spans.of(_spans(counts, counts), np.arange(len(segment_ids)), causal=False)
     plain = per_sequence.patches(segment_ids, dtype)
 
     def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -72,7 +80,8 @@ def _reader(kv: KVBlocks, work: _Spans) -> ReadsBlocks:
 def _attend(work: _Spans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [rows, heads, head_dim] over k, v [slots, kv heads, head_dim]; heads lie together in a row."""
     rows, num_heads, head_dim = q.shape
-    out = q.new_zeros(rows, num_heads * head_dim)
+    out = q.new_empty(rows, num_heads * head_dim)
+    out[work.num_rows :] = 0.0
     heads = Heads(
         q.data_ptr(),
         k.data_ptr(),
