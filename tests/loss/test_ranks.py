@@ -49,7 +49,7 @@ def application(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Ite
             "fault_dir": str(faults.folder),
         },
         "model": {"max_model_len": 512},
-        "kv_cache": {"num_blocks": 256},
+        "kv_cache": {"num_blocks": 768},
         "encoder_cache": {"num_blocks": 64},
         "scheduler": {"max_num_batched_tokens": 256},
         "server": {"development_mode": True},
