@@ -17,7 +17,6 @@
 
 namespace amx {
 
-constexpr int kBlock = 32;                          // rows of a left operand, columns of a right one, K of a step
 constexpr int kTile = 512;                          // values of a tile
 constexpr int kStep = 4 * kTile;                    // values of a step
 using Half = uint16_t;                              // a bfloat16
