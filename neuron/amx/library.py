@@ -24,6 +24,7 @@ class LinearMap(ctypes.Structure):
         ("inputs", c_int32),
         ("outputs", c_int32),
         ("before", c_int32),
+        ("halves", c_int32),
     )
 
 

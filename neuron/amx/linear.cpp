@@ -16,13 +16,14 @@ struct Linear {
   const float *bias, *norm_weight, *norm_bias;      // [N], [K], [K], or null
   float eps;
   int32_t inputs, outputs, before;                  // K, N: multiples of 32
+  int32_t halves;                                   // of a weight: 1 where all are bfloat16 numbers
 };
 
 namespace {
 
 constexpr int kFewRows = 16;
 constexpr int64_t kAloneBytes = 1 << 20;            // weights that one thread reads faster than two wake up
-constexpr int kChunkBytes = 3 << 18;                // of left operands, which stay in a core's second cache
+constexpr int kStripBytes = 3 << 18;                // of weights that stay in its second cache
 
 // before(x) of one row as a row of left operands.
 void prepare(const Linear& map, const float* x, Half* left, int row) {
@@ -61,15 +62,14 @@ void prepare(const Linear& map, const float* x, Half* left, int row) {
 
 // A block of results, with bias and residual, to its place.
 void finish(const Linear& map, const float* block, int rows, int column, const float* residual, float* y) {
-  for (int half = 0; half < 32; half += 16) {
-    const __m512 bias = map.bias ? _mm512_loadu_ps(map.bias + column + half) : _mm512_setzero_ps();
-    for (int row = 0; row < rows; ++row) {
-      const int64_t at = (int64_t)row * map.outputs + column + half;
-      __m512 value = _mm512_add_ps(_mm512_loadu_ps(block + row * 32 + half), bias);
-      if (residual) value = _mm512_add_ps(value, _mm512_loadu_ps(residual + at));
-      _mm512_storeu_ps(y + at, value);
+  auto at = [](const float* values, int64_t i) { return values ? _mm512_loadu_ps(values + i) : _mm512_setzero_ps(); };
+  const __m512 bias[2] = {at(map.bias, column), at(map.bias, column + 16)};
+  for (int row = 0; row < rows; ++row)
+    for (int half = 0; half < 2; ++half) {
+      const int64_t place = (int64_t)row * map.outputs + column + half * 16;
+      const __m512 value = _mm512_add_ps(_mm512_loadu_ps(block + row * 32 + half * 16), bias[half]);
+      _mm512_storeu_ps(y + place, _mm512_add_ps(value, at(residual, place)));
     }
-  }
 }
 
 Half* scratch(int64_t values) {
@@ -78,30 +78,34 @@ Half* scratch(int64_t values) {
   return (Half*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
 }
 
+template <int kHalves>
 void few_rows(const Linear& map, const float* x, int rows, int stride, const float* residual, float* y) {
   const int steps = map.inputs / 32, blocks = map.outputs / 32;
+  const int64_t column_values = (int64_t)steps * kHalves * 2 * kTile;
   Half* left = scratch(steps * kStep);
   for (int row = 0; row < rows; ++row) prepare(map, x + (int64_t)row * stride, left, row);
-#pragma omp parallel if ((int64_t)map.inputs * map.outputs * 4 > kAloneBytes)
+#pragma omp parallel if (column_values * blocks * 2 > kAloneBytes)
   {
     const Tiles tiles(rows);
     alignas(64) float block[16 * 32];
 #pragma omp for schedule(static)
     for (int column = 0; column < blocks; ++column) {
-      multiply_few(left, map.weight + (int64_t)column * steps * kStep, steps, block);
+      multiply_few<kHalves>(left, map.weight + column * column_values, steps, block);
       finish(map, block, rows, column * 32, residual, y);
     }
   }
 }
 
+template <int kHalves>
 void many_rows(const Linear& map, const float* x, int rows, int stride, const float* residual, float* y) {
   const int steps = map.inputs / 32, blocks = map.outputs / 32, row_blocks = (rows + 31) / 32;
-  const int64_t operand = (int64_t)steps * kStep;
+  const int64_t operand = (int64_t)steps * kStep, column_values = (int64_t)steps * kHalves * 2 * kTile;
   Half* left = scratch(row_blocks * operand);
-  const int chunk = std::max<int>(1, kChunkBytes / (operand * 2));          // row blocks
-  const int chunks = (row_blocks + chunk - 1) / chunk;
-  const int width = std::max(1, std::min(blocks, blocks * chunks / (8 * omp_get_max_threads())));
+  const int tasks = 8 * omp_get_max_threads();                              // enough that no thread waits long
+  const int fitting = std::max<int64_t>(1, kStripBytes / (column_values * 2));
+  const int width = std::max(1, std::min({blocks, fitting, blocks * row_blocks / tasks}));
   const int strips = (blocks + width - 1) / width;
+  const int height = std::max(1, row_blocks * strips / tasks), groups = (row_blocks + height - 1) / height;
 #pragma omp parallel
   {
     const Tiles tiles;
@@ -109,12 +113,12 @@ void many_rows(const Linear& map, const float* x, int rows, int stride, const fl
 #pragma omp for schedule(dynamic, 16)
     for (int row = 0; row < rows; ++row) prepare(map, x + (int64_t)row * stride, left + row / 32 * operand, row % 32);
 #pragma omp for schedule(dynamic)
-    for (int task = 0; task < chunks * strips; ++task) {
-      const int first = task / strips * chunk, last = std::min(first + chunk, row_blocks);
-      const int begin = task % strips * width, end = std::min(begin + width, blocks);
-      for (int column = begin; column < end; ++column)
-        for (int at = first; at < last; ++at) {
-          multiply(left + at * operand, map.weight + column * operand, steps, block);
+    for (int task = 0; task < strips * groups; ++task) {
+      const int begin = task / groups * width, end = std::min(begin + width, blocks);
+      const int first = task % groups * height, last = std::min(first + height, row_blocks);
+      for (int at = first; at < last; ++at)
+        for (int column = begin; column < end; ++column) {
+          multiply<kHalves>(left + at * operand, map.weight + column * column_values, steps, block);
           const int64_t offset = (int64_t)at * 32 * map.outputs;
           finish(map, block, std::min(32, rows - at * 32), column * 32, residual ? residual + offset : nullptr, y + offset);
         }
@@ -122,9 +126,14 @@ void many_rows(const Linear& map, const float* x, int rows, int stride, const fl
   }
 }
 
+template <int kHalves>
+void compute(const Linear& map, const float* x, int rows, int stride, const float* residual, float* y) {
+  (rows <= kFewRows ? few_rows<kHalves> : many_rows<kHalves>)(map, x, rows, stride, residual, y);
+}
+
 }  // namespace
 
 // x [rows, K] with `stride` values between rows, [rows, 2 * K] for SwiGLU: gate, up. residual, y: [rows, N].
 extern "C" void linear(const Linear* map, const float* x, int rows, int stride, const float* residual, float* y) {
-  (rows <= kFewRows ? few_rows : many_rows)(*map, x, rows, stride, residual, y);
+  (map->halves == 1 ? compute<1> : compute<2>)(*map, x, rows, stride, residual, y);
 }

@@ -7,7 +7,8 @@
 // Operands lie in memory as tiles read them. K is the dimension that is summed over, in steps of 32:
 //   left   [K / 32][high, low][2][16 rows][32 of K]                 32 rows
 //   right  [K / 32][high, low][2][16 pairs of K][16 columns][2]     32 columns
-// A step is 4,096 bytes of each, as many as 32 x 32 values in float32.
+// A step is 4,096 bytes of each, as many as 32 x 32 values in float32; 2,048 of a right operand without low halves, whose
+// values are bfloat16 numbers.
 #pragma once
 
 #include <immintrin.h>
@@ -21,48 +22,55 @@ constexpr int kTile = 512;                          // values of a tile
 constexpr int kStep = 4 * kTile;                    // values of a step
 using Half = uint16_t;                              // a bfloat16
 
-struct Split {
-  __m256i high, low;
-};
-
-inline Split split(__m512 x) {
-  const __m256i high = (__m256i)_mm512_cvtneps_pbh(x);
-  const __m512 rounded = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-  return {high, (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, rounded))};
-}
-
-// The halves of two rows of K, each with the other's beside it.
-struct Pairs {
+// The halves of two vectors.
+struct Halves {
   __m512i high, low;
 };
 
-// As `split` does it, but for ties, and with two instructions for a rounding.
-inline Pairs split_pairs(__m512 even, __m512 odd) {
-  const __m512i upper = _mm512_set1_epi32(0xffff0000);
-  auto rounded = [](__m512 x) { return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)); };
-  auto joined = [&](__m512i a, __m512i b) {         // the upper halves of both
-    return _mm512_ternarylogic_epi32(_mm512_srli_epi32(a, 16), b, upper, 0xf8);
+namespace detail {
+
+inline __m512i upper() { return _mm512_set1_epi32(0xffff0000); }
+
+// Its upper half is x as a bfloat16: ties go away from 0.
+inline __m512i rounded(__m512 x) { return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)); }
+
+template <typename Join>
+inline Halves split(__m512 a, __m512 b, Join join) {
+  const __m512i high_a = rounded(a), high_b = rounded(b);
+  auto rest = [](__m512 x, __m512i high) {
+    return rounded(_mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_and_si512(high, upper()))));
   };
-  const __m512i high_even = _mm512_and_si512(rounded(even), upper), high_odd = _mm512_and_si512(rounded(odd), upper);
-  const __m512i low_even = rounded(_mm512_sub_ps(even, _mm512_castsi512_ps(high_even)));
-  const __m512i low_odd = rounded(_mm512_sub_ps(odd, _mm512_castsi512_ps(high_odd)));
-  return {joined(high_even, high_odd), joined(low_even, low_odd)};
+  return {join(high_a, high_b), join(rest(a, high_a), rest(b, high_b))};
+}
+
+}  // namespace detail
+
+// One vector's values behind the other's.
+inline Halves split(__m512 first, __m512 second) {
+  const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23,
+                                       21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return detail::split(first, second, [=](__m512i a, __m512i b) { return _mm512_permutex2var_epi16(a, odd, b); });
+}
+
+// Each value beside the other vector's.
+inline Halves split_pairs(__m512 even, __m512 odd) {
+  return detail::split(even, odd, [](__m512i a, __m512i b) {
+    return _mm512_ternarylogic_epi32(_mm512_srli_epi32(a, 16), b, detail::upper(), 0xf8);
+  });
 }
 
 // One row of a left operand: 32 of K at a time.
 inline void store_left(Half* operand, int row, int step, __m512 first, __m512 second) {
   Half* at = operand + step * kStep + (row >> 4) * kTile + (row & 15) * 32;
-  const Split a = split(first), b = split(second);
-  _mm256_storeu_si256((__m256i*)at, a.high);
-  _mm256_storeu_si256((__m256i*)(at + 16), b.high);
-  _mm256_storeu_si256((__m256i*)(at + 2 * kTile), a.low);
-  _mm256_storeu_si256((__m256i*)(at + 2 * kTile + 16), b.low);
+  const Halves halves = split(first, second);
+  _mm512_storeu_si512(at, halves.high);
+  _mm512_storeu_si512(at + 2 * kTile, halves.low);
 }
 
 // Two rows of K of a right operand, `pair` and the next: 16 columns.
 inline void store_right(Half* operand, int pair, int half, __m512 even, __m512 odd) {
   Half* at = operand + (pair >> 4) * kStep + half * kTile + (pair & 15) * 32;
-  const Pairs halves = split_pairs(even, odd);
+  const Halves halves = split_pairs(even, odd);
   _mm512_storeu_si512(at, halves.high);
   _mm512_storeu_si512(at + 2 * kTile, halves.low);
 }
@@ -119,22 +127,34 @@ class Tiles {
   const unsigned control_;
 };
 
-// out [32][32] = left [32, K] * right [K, 32].
-inline void multiply(const Half* left, const Half* right, int steps, float* out) {
+// out [32][32] = left [32, K] * right [K, 32], or more is added to it. kHalves: of the right operand.
+template <int kHalves = 2>
+inline void multiply(const Half* left, const Half* right, int steps, float* out, bool more = false) {
   asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read memory
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int step = 0; step < steps; ++step, left += kStep, right += kStep) {
+  if (more) {
+    _tile_loadd(0, out, 128);
+    _tile_loadd(1, out + 16, 128);
+    _tile_loadd(2, out + 512, 128);
+    _tile_loadd(3, out + 528, 128);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int step = 0; step < steps; ++step, left += kStep, right += kHalves * 2 * kTile) {
     _tile_loadd(4, left, 64);                       // high
-    _tile_loadd(6, right + 2 * kTile, 64);          // low
-    _tile_loadd(7, right + 3 * kTile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, left + kTile, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    if constexpr (kHalves == 2) {
+      _tile_loadd(6, right + 2 * kTile, 64);        // low
+      _tile_loadd(7, right + 3 * kTile, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, left + kTile, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    } else {
+      _tile_loadd(5, left + kTile, 64);
+    }
     _tile_loadd(6, right, 64);                      // high
     _tile_loadd(7, right + kTile, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -155,17 +175,20 @@ inline void multiply(const Half* left, const Half* right, int steps, float* out)
 }
 
 // The same for 16 rows or fewer, to the same bits: out [rows][32]; of two tiles of rows the first is read.
+template <int kHalves>
 inline void multiply_few(const Half* left, const Half* right, int steps, float* out) {
   asm volatile("" ::: "memory");
   _tile_zero(0);
   _tile_zero(1);
-  for (int step = 0; step < steps; ++step, left += kStep, right += kStep) {
+  for (int step = 0; step < steps; ++step, left += kStep, right += kHalves * 2 * kTile) {
     _tile_loadd(4, left, 64);                       // high
     _tile_loadd(5, left + 2 * kTile, 64);           // low
-    _tile_loadd(6, right + 2 * kTile, 64);
-    _tile_loadd(7, right + 3 * kTile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kHalves == 2) {
+      _tile_loadd(6, right + 2 * kTile, 64);
+      _tile_loadd(7, right + 3 * kTile, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+    }
     _tile_loadd(6, right, 64);
     _tile_loadd(7, right + kTile, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -175,6 +198,36 @@ inline void multiply_few(const Half* left, const Half* right, int steps, float* 
   }
   _tile_stored(0, out, 128);
   _tile_stored(1, out + 16, 128);
+}
+
+// The same for 16 columns or 32: of two tiles of columns the first is read.
+template <int kTiles>
+inline void multiply_columns(const Half* left, const Half* right, int steps, float* out, bool more) {
+  if constexpr (kTiles == 2) return multiply(left, right, steps, out, more);
+  asm volatile("" ::: "memory");
+  if (more) {
+    _tile_loadd(0, out, 128);
+    _tile_loadd(2, out + 512, 128);
+  } else {
+    _tile_zero(0);
+    _tile_zero(2);
+  }
+  for (int step = 0; step < steps; ++step, left += kStep, right += kStep) {
+    _tile_loadd(4, left, 64);                       // high
+    _tile_loadd(5, left + kTile, 64);
+    _tile_loadd(6, right, 64);
+    _tile_loadd(7, right + 2 * kTile, 64);          // low
+    _tile_dpbf16ps(0, 4, 7);
+    _tile_dpbf16ps(2, 5, 7);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_loadd(4, left + 2 * kTile, 64);           // low
+    _tile_loadd(5, left + 3 * kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(2, 5, 6);
+  }
+  _tile_stored(0, out, 128);
+  _tile_stored(2, out + 512, 128);
 }
 
 }  // namespace amx

@@ -110,7 +110,7 @@ class RankMemory(Protocol):
     """Bytes that one rank needs. The four graphs' are upper estimates of their activations, inputs included."""
 
     def weights(self) -> int:
-        """Exactly `Model.nbytes`."""
+        """Exactly `Model.nbytes` where weights have the model's dtype; kernels that keep them in less need less."""
 
     def encode(self, patches: int) -> int:
         """Of `encode` and `write_embeddings` on an attention block of so many patches."""

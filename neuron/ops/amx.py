@@ -21,7 +21,7 @@ _BEFORE: dict[type, int] = {RmsNorm: 1, LayerNorm: 2, Gelu: 3, SwiGlu: 4}
 
 
 class AmxLinear(nn.Module):
-    """Weights as tiles read them: as many bytes as in float32."""
+    """Weights as tiles read them: in two bytes each where all are bfloat16 numbers, else in as many as float32 has."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, before: nn.Module | None) -> None:
         super().__init__()
@@ -41,6 +41,7 @@ class AmxLinear(nn.Module):
             inputs=inputs,
             outputs=self.outputs,
             before=_BEFORE[type(before)] if fused else 0,
+            halves=self.tiles.shape[2],
         )
         self._kernel = library().linear
 
@@ -59,11 +60,15 @@ def linear(weight: Tensor, bias: Tensor | None = None, before: nn.Module | None 
 
 
 def right_operands(weight: Tensor) -> Tensor:
-    """[outputs, inputs] float32 -> bfloat16 [outputs / 32, inputs / 32, high and low, 2, 16 pairs of inputs, 16, 2]."""
+    """[outputs, inputs] float32 -> bfloat16 [outputs / 32, inputs / 32, high and low, 2, 16 pairs of inputs, 16, 2].
+
+    Where all low halves are 0, they are left out.
+    """
     outputs, inputs = weight.shape
     high = weight.bfloat16()
     low = (weight - high.float()).bfloat16()
-    parts = torch.stack((high, low)).view(2, outputs // 32, 2, 16, inputs // 32, 16, 2)
+    parts = torch.stack((high, low) if low.any() else (high,))
+    parts = parts.view(len(parts), outputs // 32, 2, 16, inputs // 32, 16, 2)
     return parts.permute(1, 4, 0, 2, 5, 3, 6).contiguous()
 
 

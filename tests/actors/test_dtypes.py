@@ -47,8 +47,11 @@ def test_a_rank_holds_what_was_planned_and_runs_every_bucket(dtype: str) -> None
     runner, expected = gang.runner, getattr(torch, dtype)
     weights = {name: buffer for name, buffer in runner._model.named_buffers() if buffer.dim() > 1}  # type: ignore[attr-defined]
     tiles = {buffer.dtype for name, buffer in weights.items() if name.endswith(".tiles")}
-    assert tiles <= {torch.bfloat16}, "two halves of a float32 value"
+    assert tiles <= {torch.bfloat16}
     assert {buffer.dtype for name, buffer in weights.items() if not name.endswith(".tiles")} == {expected}
     assert {buffer.dtype for buffer in (*runner._kv.keys, *runner._kv.values, runner._embeddings)} == {expected}
-    assert runner.weight_bytes == gang.plan.memory.weights
+    if tiles:  # the checkpoint's own type, in which they lose nothing
+        assert gang.plan.memory.weights / 2 < runner.weight_bytes < gang.plan.memory.weights
+    else:
+        assert runner.weight_bytes == gang.plan.memory.weights
     gang.warm_up()

@@ -48,9 +48,8 @@ def application(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Ite
             "fail_on_new_shape": True,
             "fault_dir": str(faults.folder),
         },
-        # To the last bit: a drawn token may turn on the difference between a prompt computed anew and one decoded.
-        "model": {"max_model_len": 512, "matmul_precision": "highest"},
-        "kv_cache": {"num_blocks": 256},
+        "model": {"max_model_len": 512},
+        "kv_cache": {"num_blocks": 768},
         "encoder_cache": {"num_blocks": 64},
         "scheduler": {"max_num_batched_tokens": 256},
         "server": {"development_mode": True},

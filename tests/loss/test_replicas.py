@@ -41,7 +41,6 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
         "parallel": {"threads_per_rank": 1},
         "debug": {"check_invariants": True, "fail_on_new_shape": True},
         "encoder_cache": {"num_blocks": 64},
-        "model": {"matmul_precision": "highest"},
     }
     log = tmp_path_factory.mktemp("replicas") / "serve.log"
     # Below pytest's own folders the paths of Ray's sockets are too long.
@@ -67,7 +66,7 @@ def undisturbed(application: Application) -> list[Got]:
 
 def test_two_applications_on_a_machine_answer_their_own_clients_only(application: Application, tmp_path: Path) -> None:
     """From the first moment on that the second one says it is healthy, with HAProxy's ports left to it."""
-    changes = {"model": {"max_model_len": 1024, "matmul_precision": "highest"}, "parallel": {"threads_per_rank": 1}}
+    changes = {"model": {"max_model_len": 1024}, "parallel": {"threads_per_rank": 1}}
     environment = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
     before = application.metrics()["vllm:request_success"]
     with Application("configs/laptop.yaml", changes, tmp_path / "log", environment, command=COMMAND) as second:

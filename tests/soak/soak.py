@@ -29,8 +29,7 @@ from tests.support.application import Application
 
 WORLD_SIZE = 2
 CHANGES: dict[str, Any] = {
-    # Drawn answers are compared to the last token, however they were computed.
-    "model": {"max_model_len": 1024, "matmul_precision": "highest"},
+    "model": {"max_model_len": 1024},
     "parallel": {"world_size": WORLD_SIZE, "threads_per_rank": 1},
     "kv_cache": {"num_blocks": 80},
     "encoder_cache": {"block_size": 16, "num_blocks": 24, "min_hold_time_ms": 3},

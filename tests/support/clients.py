@@ -37,9 +37,9 @@ class Got:
 
 
 class Clients:
-    """One run of streams: every second one greedy, the others drawn with a seed and penalties."""
+    """One run of streams, some seconds long: every second one greedy, the others drawn with a seed and penalties."""
 
-    def __init__(self, application: Application, seed: int, max_tokens: int = 80, number: int = NUM_CLIENTS) -> None:
+    def __init__(self, application: Application, seed: int, max_tokens: int = 300, number: int = NUM_CLIENTS) -> None:
         self._client = application.client
         self._seed, self._max_tokens = seed, max_tokens
         self._pool = ThreadPoolExecutor(number)

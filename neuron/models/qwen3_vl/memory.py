@@ -42,7 +42,9 @@ class Qwen3VLMemory:
         return -(-self.config.text.vocab_size // self.world_size)
 
     def weights(self) -> int:
-        """Equal to the loaded model's `nbytes`; what keeps its own type, too: rotary tables, the first row."""
+        """Equal to the loaded model's `nbytes` with torch's operators; what keeps its own type, too: rotary tables, the
+        first row.
+        """
         text_table = INT64 + self.config.text.head_dim // 2 * (FLOAT32 + INT64)
         vision_table = len(range(0, self.config.vision.head_dim // 2, 2)) * FLOAT32
         return (self._text_values() + self._vision_values()) * self.itemsize + text_table + vision_table
@@ -54,8 +56,7 @@ class Qwen3VLMemory:
         qk_norm = (self._heads + self._kv_heads) * text.head_dim
         mlp = 3 * text.hidden_size * (text.intermediate_size // self.world_size)
         layer = attention + qk_norm + mlp + 2 * text.hidden_size
-        tables = 1 if self.config.tie_word_embeddings else 2
-        return text.num_layers * layer + text.hidden_size + tables * self._vocab_rows * text.hidden_size
+        return text.num_layers * layer + text.hidden_size + 2 * self._vocab_rows * text.hidden_size
 
     def _vision_values(self) -> int:
         """The whole tower: the encoder is data parallel."""

@@ -124,11 +124,11 @@ class TextModel(nn.Module):
         self.layers = nn.ModuleList(
             TextLayer(config, checkpoint, i, f"{prefix}.layers.{i}", collectives, ops) for i in range(config.num_layers)
         )
-        self.norm = RmsNorm(checkpoint.whole(f"{prefix}.norm.weight"), config.text.rms_norm_eps)
-        head = None  # the embedding's
+        norm = RmsNorm(checkpoint.whole(f"{prefix}.norm.weight"), config.text.rms_norm_eps)
+        head = self.embedding.weight  # lies in memory once more: linear maps keep weights as they read them
         if not config.tie_word_embeddings:
-            head = nn.Buffer(checkpoint.padded_rows("lm_head.weight", collectives.rank, collectives.world_size))
-        self.lm_head: Tensor | None = head
+            head = checkpoint.padded_rows("lm_head.weight", collectives.rank, collectives.world_size)
+        self.head = ops.linear(head, before=norm)
 
     def forward(
         self,
@@ -149,6 +149,5 @@ class TextModel(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab] float32, complete on every rank."""
-        head = self.embedding.weight if self.lm_head is None else self.lm_head
-        logits = F.linear(self.norm(x), head)
+        logits = self.head(x)
         return self.collectives.all_gather(logits, dim=-1)[:, : self.vocab_size].float()
