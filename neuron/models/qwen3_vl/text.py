@@ -125,7 +125,7 @@ class TextModel(nn.Module):
             TextLayer(config, checkpoint, i, f"{prefix}.layers.{i}", collectives, ops) for i in range(config.num_layers)
         )
         norm = RmsNorm(checkpoint.whole(f"{prefix}.norm.weight"), config.text.rms_norm_eps)
-        head = self.embedding.weight  # lies in memory once more: linear maps keep weights as they read them
+        head: Tensor = self.embedding.weight  # lies in memory once more: linear maps keep weights as they read them
         if not config.tie_word_embeddings:
             head = checkpoint.padded_rows("lm_head.weight", collectives.rank, collectives.world_size)
         self.head = ops.linear(head, before=norm)
