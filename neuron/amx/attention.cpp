@@ -28,7 +28,6 @@ struct Span {
 namespace {
 
 const float kLowest = -3.4e38f;
-constexpr int kPanel = 4;                            // steps of weights that stay in a core's first cache
 constexpr int64_t kAloneProducts = 1 << 19;         // that one thread computes faster than two wake up
 
 // Memory of one thread, which grows and is kept.
@@ -106,23 +105,26 @@ class SpanOfHead {
     thread_local std::vector<Half> operand, weights;
     thread_local std::vector<float> scores, results;
     Half* q = memory(operand, dim_steps_ * kStep);
-    Half* w = memory(weights, kPanel * kStep);
+    Half* w = memory(weights, kStep);
     float* s = memory(scores, (int64_t)steps * 1024);
     float* result = memory(results, dim_steps_ * 1024);
     read_queries<kHalf>(queries, q);
     PerQuery<kHalf> highest(kLowest), sums(0.f);
     for (int step = 0; step < steps; ++step) {
       float* score = s + (int64_t)step * 1024;
-      multiply_columns<kHalf>(keys_ + (int64_t)step * dim_steps_ * kStep, q, dim_steps_, score, false);
+      multiply<2, kHalf>(keys_ + (int64_t)step * dim_steps_ * kStep, q, dim_steps_, score);
       hide(score, seen - step * 32, queries.seen - 1 - step * 32, queries.more);
       for (int key = 0; key < 32; ++key) highest.raise(score + key * 32);
     }
-    for (int step = 0; step < steps; step += kPanel) {
-      const int count = std::min(kPanel, steps - step);
-      for (int i = 0; i < count; ++i) weigh(s + (int64_t)(step + i) * 1024, highest, w + i * kStep, sums);
-      for (int dims = 0; dims < dim_steps_; ++dims)
-        multiply_columns<kHalf>(values_ + ((int64_t)dims * key_steps_ + step) * kStep, w, count, result + dims * 1024,
-                                step > 0);
+    const bool stay = dim_steps_ == 1;              // the results, in tiles
+    for (int step = 0; step < steps; ++step) {      // the tiles' products and the next step's powers overlap
+      weigh(s + (int64_t)step * 1024, highest, w, sums);
+      for (int dims = 0; dims < dim_steps_; ++dims) {
+        if (step == 0) zero_sums<2, kHalf>();
+        else if (!stay) load_sums<2, kHalf>(result + dims * 1024);
+        add_products<2, kHalf>(values_ + ((int64_t)dims * key_steps_ + step) * kStep, w, 1);
+        if (!stay || step == steps - 1) store_sums<2, kHalf>(result + dims * 1024);
+      }
     }
     for (int half = 0; half < kHalf; ++half) {
       const __m512 share = _mm512_div_ps(_mm512_set1_ps(1.f), sums.half[half]);

@@ -90,7 +90,7 @@ void few_rows(const Linear& map, const float* x, int rows, int stride, const flo
     alignas(64) float block[16 * 32];
 #pragma omp for schedule(static)
     for (int column = 0; column < blocks; ++column) {
-      multiply_few<kHalves>(left, map.weight + column * column_values, steps, block);
+      multiply<1, 2, kHalves>(left, map.weight + column * column_values, steps, block);
       finish(map, block, rows, column * 32, residual, y);
     }
   }
@@ -118,7 +118,7 @@ void many_rows(const Linear& map, const float* x, int rows, int stride, const fl
       const int first = task % groups * height, last = std::min(first + height, row_blocks);
       for (int at = first; at < last; ++at)
         for (int column = begin; column < end; ++column) {
-          multiply<kHalves>(left + at * operand, map.weight + column * column_values, steps, block);
+          multiply<2, 2, kHalves>(left + at * operand, map.weight + column * column_values, steps, block);
           const int64_t offset = (int64_t)at * 32 * map.outputs;
           finish(map, block, std::min(32, rows - at * 32), column * 32, residual ? residual + offset : nullptr, y + offset);
         }

@@ -127,107 +127,69 @@ class Tiles {
   const unsigned control_;
 };
 
-// out [32][32] = left [32, K] * right [K, 32], or more is added to it. kHalves: of the right operand.
-template <int kHalves = 2>
-inline void multiply(const Half* left, const Half* right, int steps, float* out, bool more = false) {
-  asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read memory
-  if (more) {
-    _tile_loadd(0, out, 128);
-    _tile_loadd(1, out + 16, 128);
-    _tile_loadd(2, out + 512, 128);
-    _tile_loadd(3, out + 528, 128);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int step = 0; step < steps; ++step, left += kStep, right += kHalves * 2 * kTile) {
-    _tile_loadd(4, left, 64);                       // high
-    if constexpr (kHalves == 2) {
-      _tile_loadd(6, right + 2 * kTile, 64);        // low
-      _tile_loadd(7, right + 3 * kTile, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(5, left + kTile, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    } else {
-      _tile_loadd(5, left + kTile, 64);
-    }
-    _tile_loadd(6, right, 64);                      // high
-    _tile_loadd(7, right + kTile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    _tile_loadd(4, left + 2 * kTile, 64);           // low
-    _tile_loadd(5, left + 3 * kTile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, out, 128);
-  _tile_stored(1, out + 16, 128);
-  _tile_stored(2, out + 512, 128);
-  _tile_stored(3, out + 528, 128);
-}
-
-// The same for 16 rows or fewer, to the same bits: out [rows][32]; of two tiles of rows the first is read.
-template <int kHalves>
-inline void multiply_few(const Half* left, const Half* right, int steps, float* out) {
-  asm volatile("" ::: "memory");
+// Sums of products stay in tiles between these calls: kRows and kColumns are tiles of 16 rows and of 16 columns, 1 or 2,
+// and where they lie in memory is [16 * kRows][32]. kHalves: of the right operand. How many there are of each changes
+// no bit of a sum.
+template <int kRows = 2, int kColumns = 2>
+inline void zero_sums() {
   _tile_zero(0);
-  _tile_zero(1);
-  for (int step = 0; step < steps; ++step, left += kStep, right += kHalves * 2 * kTile) {
-    _tile_loadd(4, left, 64);                       // high
-    _tile_loadd(5, left + 2 * kTile, 64);           // low
-    if constexpr (kHalves == 2) {
-      _tile_loadd(6, right + 2 * kTile, 64);
-      _tile_loadd(7, right + 3 * kTile, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    _tile_loadd(6, right, 64);
-    _tile_loadd(7, right + kTile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(0, 5, 6);
-    _tile_dpbf16ps(1, 5, 7);
-  }
-  _tile_stored(0, out, 128);
-  _tile_stored(1, out + 16, 128);
+  if constexpr (kColumns == 2) _tile_zero(1);
+  if constexpr (kRows == 2) _tile_zero(2);
+  if constexpr (kRows == 2 && kColumns == 2) _tile_zero(3);
 }
 
-// The same for 16 columns or 32: of two tiles of columns the first is read.
-template <int kTiles>
-inline void multiply_columns(const Half* left, const Half* right, int steps, float* out, bool more) {
-  if constexpr (kTiles == 2) return multiply(left, right, steps, out, more);
-  asm volatile("" ::: "memory");
-  if (more) {
-    _tile_loadd(0, out, 128);
-    _tile_loadd(2, out + 512, 128);
-  } else {
-    _tile_zero(0);
-    _tile_zero(2);
-  }
-  for (int step = 0; step < steps; ++step, left += kStep, right += kStep) {
-    _tile_loadd(4, left, 64);                       // high
-    _tile_loadd(5, left + kTile, 64);
-    _tile_loadd(6, right, 64);
-    _tile_loadd(7, right + 2 * kTile, 64);          // low
-    _tile_dpbf16ps(0, 4, 7);
-    _tile_dpbf16ps(2, 5, 7);
+template <int kRows = 2, int kColumns = 2>
+inline void load_sums(const float* sums) {
+  _tile_loadd(0, sums, 128);
+  if constexpr (kColumns == 2) _tile_loadd(1, sums + 16, 128);
+  if constexpr (kRows == 2) _tile_loadd(2, sums + 512, 128);
+  if constexpr (kRows == 2 && kColumns == 2) _tile_loadd(3, sums + 528, 128);
+}
+
+template <int kRows = 2, int kColumns = 2>
+inline void store_sums(float* sums) {
+  _tile_stored(0, sums, 128);
+  if constexpr (kColumns == 2) _tile_stored(1, sums + 16, 128);
+  if constexpr (kRows == 2) _tile_stored(2, sums + 512, 128);
+  if constexpr (kRows == 2 && kColumns == 2) _tile_stored(3, sums + 528, 128);
+}
+
+template <int kRows = 2, int kColumns = 2, int kHalves = 2>
+inline void add_products(const Half* left, const Half* right, int steps) {
+  asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read memory
+  auto load_left = [](const Half* at) {
+    _tile_loadd(4, at, 64);
+    if constexpr (kRows == 2) _tile_loadd(5, at + kTile, 64);
+  };
+  auto load_right = [](const Half* at) {
+    _tile_loadd(6, at, 64);
+    if constexpr (kColumns == 2) _tile_loadd(7, at + kTile, 64);
+  };
+  auto multiply = [] {
     _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_loadd(4, left + 2 * kTile, 64);           // low
-    _tile_loadd(5, left + 3 * kTile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (kColumns == 2) _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kRows == 2) _tile_dpbf16ps(2, 5, 6);
+    if constexpr (kRows == 2 && kColumns == 2) _tile_dpbf16ps(3, 5, 7);
+  };
+  for (int step = 0; step < steps; ++step, left += kStep, right += kHalves * 2 * kTile) {
+    load_left(left);                                // high
+    if constexpr (kHalves == 2) {
+      load_right(right + 2 * kTile);                // low
+      multiply();
+    }
+    load_right(right);                              // high
+    multiply();
+    load_left(left + 2 * kTile);                    // low
+    multiply();
   }
-  _tile_stored(0, out, 128);
-  _tile_stored(2, out + 512, 128);
+}
+
+// sums = left [16 * kRows, K] * right [K, 16 * kColumns].
+template <int kRows = 2, int kColumns = 2, int kHalves = 2>
+inline void multiply(const Half* left, const Half* right, int steps, float* sums) {
+  zero_sums<kRows, kColumns>();
+  add_products<kRows, kColumns, kHalves>(left, right, steps);
+  store_sums<kRows, kColumns>(sums);
 }
 
 }  // namespace amx
