@@ -88,7 +88,7 @@ void few_rows(const Linear& map, const float* x, int rows, int stride, const flo
   {
     const Tiles tiles(rows);
     alignas(64) float block[16 * 32];
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, 1 + blocks / 16)
     for (int column = 0; column < blocks; ++column) {
       multiply<1, 2, kHalves>(left, map.weight + column * column_values, steps, block);
       finish(map, block, rows, column * 32, residual, y);
