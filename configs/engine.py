@@ -32,7 +32,7 @@ class ModelSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on the CPU, the checkpoint's own on Neuron devices."""
     matmul_precision: Literal["highest", "high"] = "high"
-    """CPU device, float32, by torch's names. high: with AMX a product is made of three of bfloat16 halves, that keep
+    """CPU device, float32, by torch's names. high: with AMX a product is made of those of bfloat16 halves, which keep
     16 bits of mantissa together; without, and with highest, as torch computes float32."""
     max_model_len: int = Field(8192, ge=16)
     """Prompt and output tokens of one request together."""

@@ -1,6 +1,6 @@
 """Operators as kernels of this project: float32, on CPUs with AMX. Implements `interface.Ops`.
 
-A float32 product is made of three of bfloat16 halves (neuron/amx/tiles.h); its relative error is about 2^-18. What has
+A float32 product is made of bfloat16 halves (neuron/amx/tiles.h); its relative error is about 2^-18. What has
 sides that the tiles don't divide is left to torch.
 """
 

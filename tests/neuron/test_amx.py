@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from neuron.kernels import choose_kernels, load_kernels
 from neuron.kv_blocks import KVBlocks
 from neuron.ops import load_ops
 from neuron.ops.before import Gelu, LayerNorm, RmsNorm, SwiGlu
-from neuron.ops.interface import Ops
+from neuron.ops.interface import Linear, Ops
 from tests.support.kernels import amx_error, marks_of
 
 INPUTS = 96
@@ -32,6 +34,12 @@ def threads(request: pytest.FixtureRequest):
 @pytest.fixture(scope="module")
 def ops() -> Ops:
     return load_ops("amx")
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids="weights={}".format)
+def of_dtype(request: pytest.FixtureRequest):
+    """Makes a float32 weight one of a checkpoint in that dtype."""
+    return lambda weight: weight.to(request.param).float()
 
 
 def before_of(name: str) -> nn.Module | None:
@@ -66,8 +74,9 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, before: str) -> tup
 
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 31, 33, 64, 100])
-def test_linear(ops: Ops, threads: int, rows: int, before: str) -> None:
+def test_linear(ops: Ops, threads: int, of_dtype: Callable[[Tensor], Tensor], rows: int, before: str) -> None:
     x, weight, bias, residual = example(rows, before)
+    weight = of_dtype(weight)
     linear = ops.linear(weight, bias, before_of(before))
     y, sizes = expected(x, weight, bias, before)
     assert ((linear(x) - y).abs() <= HALVES * (sizes + y.abs())).all()
@@ -77,17 +86,32 @@ def test_linear(ops: Ops, threads: int, rows: int, before: str) -> None:
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 32), (512, 5120), (2560, 512), (32, 4096), (4096, 32)])
 @pytest.mark.parametrize("rows", [1, 16, 200])
-def test_linear_of_every_shape(ops: Ops, threads: int, rows: int, inputs: int, outputs: int) -> None:
+def test_linear_of_every_shape(
+    ops: Ops, threads: int, of_dtype: Callable[[Tensor], Tensor], rows: int, inputs: int, outputs: int
+) -> None:
     torch.manual_seed(2)
-    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    x, weight = torch.randn(rows, inputs), of_dtype(torch.randn(outputs, inputs))
     y, sizes = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
     assert ((ops.linear(weight)(x) - y).abs() <= HALVES * sizes).all()
 
 
-def test_a_rows_result_depends_on_no_other_row(ops: Ops, threads: int) -> None:
+def test_weights_of_a_bfloat16_checkpoint_take_two_bytes(ops: Ops) -> None:
+    """One value that is none is enough for all to have low halves."""
+    weight = torch.randn(64, INPUTS).bfloat16().float()
+    assert bytes_of(ops.linear(weight)) == 2 * weight.numel()
+    weight[-1, -1] = 1 + 2.0**-12
+    assert bytes_of(ops.linear(weight)) == 4 * weight.numel()
+
+
+def bytes_of(linear: Linear) -> int:
+    assert isinstance(linear, nn.Module)
+    return sum(buffer.nbytes for buffer in linear.buffers())
+
+
+def test_a_rows_result_depends_on_no_other_row(ops: Ops, threads: int, of_dtype: Callable[[Tensor], Tensor]) -> None:
     """Not a bit of it: whether it is computed alone, with some, or with many."""
     x, weight, bias, _ = example(200, "rms_norm")
-    linear = ops.linear(weight, bias, before_of("rms_norm"))
+    linear = ops.linear(of_dtype(weight), bias, before_of("rms_norm"))
     whole = linear(x)
     for rows in (1, 5, 16, 17, 40):
         assert torch.equal(linear(x[:rows]), whole[:rows])

@@ -57,7 +57,7 @@ def filled(slots: list[np.ndarray], head_dim: int) -> KVBlocks:
 
 def plain(kv: KVBlocks, layer: int, slots: np.ndarray, q: Tensor) -> Tensor:
     """q [heads, head_dim], the last of the tokens at `slots`."""
-    k, v = (buffer[layer][slots].repeat_interleave(GROUP, dim=1) for buffer in (kv.keys, kv.values))
+    k, v = (buffer[layer][slots].repeat_interleave(len(q) // KV_HEADS, dim=1) for buffer in (kv.keys, kv.values))
     weights = torch.softmax(torch.einsum("hd,thd->ht", q, k) / q.shape[-1] ** 0.5, dim=-1)
     return torch.einsum("ht,thd->hd", weights, v).flatten()
 
@@ -96,9 +96,15 @@ def test_prefill(attention: Attention, scattered: bool, head_dim: int, tolerance
 
 
 @pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize("lengths", [[7, 1, 16, 13], [5, 0, 9], [0]], ids=str)
-def test_decode(attention: Attention, lengths: list[int], scattered: bool, head_dim: int, tolerance: float) -> None:
-    """Sequences, with padding behind them, and between them."""
+@pytest.mark.parametrize(
+    ("lengths", "group"),
+    [([7, 1, 16, 13], GROUP), ([5, 0, 9], GROUP), ([0], GROUP), ([7, 20], 1), ([7, 20], 20), ([7, 20], 40)],
+    ids=str,
+)
+def test_decode(
+    attention: Attention, lengths: list[int], group: int, scattered: bool, head_dim: int, tolerance: float
+) -> None:
+    """Sequences, with padding behind them, and between them; few and many query heads for each of keys and values."""
     torch.manual_seed(1)
     tables = block_tables(np.random.default_rng(1), lengths, scattered)
     slots = [slots_of(table, length) for table, length in zip(tables, lengths, strict=True)]
@@ -116,10 +122,11 @@ def test_decode(attention: Attention, lengths: list[int], scattered: bool, head_
     for buffer in (*kv.keys, *kv.values):
         buffer[kv.scratch_slot] = 0.0  # as the graph has just written it for padding
     read = attention.decode(kv, inputs)
-    q = torch.randn(rows, HEADS, head_dim)
+    heads = KV_HEADS * group
+    q = torch.randn(rows, heads, head_dim)
     for layer in range(LAYERS):
         got = read(layer, q)
-        assert got.shape == (rows, HEADS * head_dim)
+        assert got.shape == (rows, heads * head_dim)
         assert got.isfinite().all()
         for row, own in enumerate(slots):
             if not len(own):
