@@ -127,7 +127,7 @@ class SocketChannel:
 
     def check(self) -> None:
         for connection in wait(list(self._connections), timeout=0):
-            rank = self._connections.index(connection)  # type: ignore[arg-type]
+            rank = self._connections.index(connection)  # type: ignore[arg-type]  # `wait` gives back what it got
             self._receive(rank)
             raise RankFailure(rank, "sent an answer that nobody asked for", "differs")
 

@@ -97,7 +97,7 @@ def _torch_hidden() -> Iterator[None]:
         yield
         return
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it warns that torch is missing
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    sys.modules["torch"] = None  # type: ignore[assignment]  # the mark of the import system
     try:
         yield
     finally:

@@ -67,7 +67,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             # Starlette drops a body that it could not send whole, and leaves closing it to the garbage collector.
-            await close(self.body_iterator, self._rest)  # type: ignore[arg-type]
+            await close(self.body_iterator, self._rest)  # type: ignore[arg-type]  # generators, both
 
 
 async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -101,7 +101,7 @@ def build_api(renderer: Renderer, config: EngineConfig, render_metrics: Callable
         return Response(content, headers={"Content-Type": content_type})
 
     _add_reset_routes(api, renderer, config.server.development_mode)
-    api.openapi = lambda: _openapi(api, with_keys=keys is not None)  # type: ignore[method-assign]
+    api.openapi = lambda: _openapi(api, with_keys=keys is not None)  # type: ignore[method-assign]  # as FastAPI says
     return api
 
 

@@ -44,7 +44,7 @@ inline __m512 part(const float* row, int at, int size) {
   return at < size ? _mm512_loadu_ps(row + at) : _mm512_setzero_ps();
 }
 
-// Queries that are computed together, at most 32, each `step` values behind the one before.
+// Queries that are computed together, at most 32, each q_step values behind the one before, its result out_step.
 struct Queries {
   const float* q;
   float* out;

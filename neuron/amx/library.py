@@ -56,7 +56,7 @@ class AmxError(RuntimeError):
 @functools.cache
 def library() -> ctypes.CDLL:
     """Raises AmxError. After torch: both compute with the same OpenMP threads then."""
-    import torch  # noqa: F401
+    import torch  # noqa: F401  # loads its OpenMP first
 
     missing = _NEEDED - cpu_flags()
     if missing:

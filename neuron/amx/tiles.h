@@ -31,7 +31,8 @@ namespace detail {
 
 inline __m512i upper() { return _mm512_set1_epi32(0xffff0000); }
 
-// Its upper half is x as a bfloat16: ties go away from 0.
+// Its upper half is x as a bfloat16: ties go away from 0, and NaN stays NaN unless its highest 7 bits of payload are all
+// set, which no operation makes.
 inline __m512i rounded(__m512 x) { return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)); }
 
 template <typename Join>

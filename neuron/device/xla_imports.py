@@ -38,7 +38,7 @@ def import_xla(cache_dir: str | None = None) -> Xla:
         import torch_xla.runtime as runtime
 
         if on_neuron:
-            import torch_neuronx  # noqa: F401
+            import torch_neuronx  # noqa: F401  # registers the device
     except ImportError as error:
         raise ConfigError(
             f"parallel.device = 'neuron': {error}; install torch-neuronx from AWS's package index on every node "

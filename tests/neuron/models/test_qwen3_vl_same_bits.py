@@ -26,14 +26,14 @@ def world_size(request: pytest.FixtureRequest):
     torch.set_num_threads(before)
 
 
-def tokens_of(seed: int, image: Image | None = None) -> Seq:
-    """LENGTH tokens; an image at the third."""
+def tokens_of(seed: int, image_token_id: int = 0, image: Image | None = None) -> Seq:
+    """LENGTH tokens; an image at the fourth."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 256, (LENGTH,), generator=generator).tolist()
     if image is None:
         return Seq(tokens)
     count = len(image.pixels) // 4
-    tokens[3 : 3 + count] = [510] * count
+    tokens[3 : 3 + count] = [image_token_id] * count
     return Seq(tokens, [(3, image)])
 
 
@@ -54,21 +54,23 @@ def test_a_token_has_the_same_logits_however_it_is_computed(world_size: int) -> 
     gang.encode([image])
     other = make_image("b", 10, 4, gang.config.patch_dim, seed=2)
 
-    (whole,) = gang.prefill([(tokens_of(1, image), LENGTH)], 128, 128)
+    seen = (1, gang.config.image_token_id, image)
+
+    (whole,) = gang.prefill([(tokens_of(*seen), LENGTH)], 128, 128)
     wanted = whole[PROMPT:]
 
-    chunked = tokens_of(1, image)
+    chunked = tokens_of(*seen)
     parts = [gang.prefill([(chunked, count)], 128, 128)[0] for count in (1, 33, 2, LENGTH - 36)]
     assert torch.equal(torch.cat(parts), whole)
 
-    alone = tokens_of(1, image)
+    alone = tokens_of(*seen)
     gang.prefill([(alone, PROMPT)], 64, 64)
     assert torch.equal(torch.stack(decoded(gang, alone, [], 1)), wanted)
 
     # Encoded and computed anew, behind another image and other sequences, in other blocks and buckets.
     gang.image_rows.clear()
     gang.encode([other, image])
-    seq, *others = tokens_of(1, image), *(tokens_of(seed) for seed in range(2, 20))
+    seq, *others = tokens_of(*seen), *(tokens_of(seed) for seed in range(2, 20))
     gang.prefill([(others[0], PROMPT)], 64, 64)
     gang.prefill([(others[1], PROMPT), (seq, PROMPT), (others[2], PROMPT)], 256, 256)
     for each in others[3:]:
