@@ -174,6 +174,8 @@ class WarmUp(msgspec.Struct, frozen=True, kw_only=True, tag="warm_up"):
     """A name from EnginePlan.bucket_names."""
     head_start_s: float = 0.0
     """Every rank but 0 begins so much later: it then finds rank 0's compiled graph, or waits for it, in the cache."""
+    last: bool = False
+    """No other follows: what loading and warming up have freed goes back to the system."""
 
 
 Command = SchedulerOutput | WarmUp

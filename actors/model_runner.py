@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 
 from actors.compiled_graphs import check_compiled
+from actors.environment import give_back_memory
 from actors.faults import check_fault
 from actors.messages import (
     EncoderCacheOccupancy,
@@ -42,6 +43,7 @@ from neuron.kv_blocks import KVBlocks
 from neuron.models import family_of
 from neuron.models.interface import ImageInputs, MRopeItem, VisionBlock
 from neuron.sampler import SamplingRow
+from neuron.untouched_memory import zeros
 from neuron.vision_packing import Round, pack
 from telemetry import metrics
 from telemetry.logs import LOGGER_NAME
@@ -102,12 +104,8 @@ class ModelRunner:
         )
         cache = config.encoder_cache
         self.encoder_cache = EncoderCacheBlocks(cache.num_blocks, cache.block_size, cache.min_hold_time_ms)
-        self._embeddings = torch.zeros(
-            cache.num_blocks * cache.block_size,
-            self._model_config.fat_dim // self._world_size,
-            dtype=dtype,
-            device=self.device.torch_device,
-        )
+        columns = self._model_config.fat_dim // self._world_size
+        self._embeddings = zeros((cache.num_blocks * cache.block_size, columns), dtype, self.device.torch_device)
         self._scratch_row = (cache.num_blocks - 1) * cache.block_size
         self._inputs = StepInputs(plan, self.encoder_cache, self._embeddings)
         self._requests: dict[str, RankRequest] = {}
@@ -174,6 +172,8 @@ class ModelRunner:
             self._graph(self._inputs.padding(graph, rows, context))
         self.device.wait()
         self._warmed = True
+        if command.last:
+            give_back_memory()
         return RankOutput(step_id=command.step_id, rank=self._rank, timings={command.bucket: time.monotonic() - begin})
 
     # Stages

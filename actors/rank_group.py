@@ -229,7 +229,7 @@ class RankGroup:
         begin = time.monotonic()
         buckets = self.plan.bucket_names()
         for index, bucket in enumerate(buckets, start=1):
-            seconds = self.warm_up_bucket(WarmUp(step_id=-index, bucket=bucket))
+            seconds = self.warm_up_bucket(WarmUp(step_id=-index, bucket=bucket, last=index == len(buckets)))
             self.start_figures.compile_seconds[bucket] = seconds
             if self.plan.kind.compiles:
                 logger.info("start: %s warmed in %.1f s, %d of %d", bucket, seconds, index, len(buckets))

@@ -50,11 +50,13 @@ def engines_of(args: argparse.Namespace) -> dict[str, Starter]:
 
 def one_round(starter: Starter, log: Path, seed: int, args: argparse.Namespace) -> Samples:
     with starter(log) as running:
+        memory = engines.memory_of(running.pid) if running.pid is not None else 0
         samples = asyncio.run(measure(running.url, running.model, seed, args.repeats, args.thirty_images))
         if running.start_seconds is not None:
             samples["start to ready"].append(running.start_seconds)
-        if running.memory is not None:
-            samples["memory"].append(running.memory / 1e6)
+        if running.pid is not None:
+            samples["memory"].append(memory / 1e6)
+            samples["memory after it all"].append(engines.memory_of(running.pid) / 1e6)
     return samples
 
 

@@ -21,15 +21,18 @@ from tests.support.application import Application, behind_haproxy, free_port
 
 START_LIMIT = 900  # seconds
 
+RUN = (sys.executable, "-m", "deployments.run")
+"""What `make serve` calls."""
+
 
 @dataclass
 class Running:
-    """An engine that answers. memory: bytes of all its processes (proportional set size); None when unknown."""
+    """An engine that answers. pid: of the process whose descendants it is; None when unknown."""
 
     url: str
     model: str
     start_seconds: float | None = None
-    memory: int | None = None
+    pid: int | None = None
 
 
 @contextmanager
@@ -39,8 +42,8 @@ def ours(checkpoint: Path, log: Path, max_model_len: int) -> Iterator[Running]:
         "model": {"path": str(checkpoint), "served_name": "bench", "dtype": "float32", "max_model_len": max_model_len},
         "telemetry": {"stats_interval_s": 3600},
     }
-    with Application("configs/laptop.yaml", changes, log, behind_haproxy()) as application:
-        yield Running(application.url, "bench", application.start_seconds, memory_of(application.pid))
+    with Application("configs/laptop.yaml", changes, log, behind_haproxy(), command=RUN) as application:
+        yield Running(application.url, "bench", application.start_seconds, application.pid)
 
 
 @contextmanager
@@ -59,7 +62,7 @@ def peer(command: str, checkpoint: Path, log: Path) -> Iterator[Running]:
             if time.monotonic() - begin > START_LIMIT:
                 raise TimeoutError(f"{command}: not ready within {START_LIMIT} s:\n{log.read_text()[-3000:]}")
             time.sleep(0.3)
-        yield Running(url, model, time.monotonic() - begin, memory_of(process.pid))
+        yield Running(url, model, time.monotonic() - begin, process.pid)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)

@@ -34,6 +34,7 @@ UNITS = {
     "30 images, again": "ms",
     "start to ready": "s",
     "memory": "MB",
+    "memory after it all": "MB",
 }
 
 

@@ -38,12 +38,13 @@ def is_free(port: int) -> bool:
 
 def of_haproxy() -> dict[str, str]:
     """Ports for the variables that are not set: the usual ones where they are free, and for the fallback any."""
-    chosen = {name: port if is_free(port) else _any_free() for name, port in HAPROXY.items()}
-    chosen[FALLBACK] = _any_free()
+    chosen = {name: port if is_free(port) else any_free() for name, port in HAPROXY.items()}
+    chosen[FALLBACK] = any_free()
     return {name: str(port) for name, port in chosen.items() if name not in os.environ}
 
 
-def _any_free() -> int:
+def any_free() -> int:
+    """A port that nobody listens on, and that the kernel gives to nobody who asks for any."""
     while True:
         port = random.choice(_BELOW_EPHEMERAL)
         if is_free(port):

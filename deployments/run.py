@@ -15,6 +15,7 @@ from typing import Any
 
 from configs.engine import load_config
 from deployments import ports
+from deployments.dashboard import DashboardOnDemand
 
 _SPARE_S = 5.0
 """Beyond server.shutdown_timeout_s, for the Renderers' own answer."""
@@ -45,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from ray.serve.scripts import cli
 
     sys.argv[0] = str(Path(sys.executable).parent / "serve")  # Ray puts its folder into every worker's path
-    ray.init("local" if own else None, namespace="serve")
+    ray.init("local" if own else None, namespace="serve", include_dashboard=False if own else None)
+    if own:
+        _offer_dashboard()
     of_ray = signal.getsignal(signal.SIGTERM)
 
     def on_sigterm(*_: Any) -> None:
@@ -72,6 +75,15 @@ def _take_ports(config: str) -> None:
         ]
         if moved:
             print(f"HAProxy's usual ports are in use; it has {' '.join(moved)}", flush=True)
+
+
+def _offer_dashboard() -> None:
+    """Where Ray has it, but started when somebody looks."""
+    from ray._private import worker
+
+    dashboard = DashboardOnDemand(worker._global_node)
+    dashboard.start()
+    print(f"Ray's dashboard: {dashboard.address}, started by the first visit", flush=True)
 
 
 def joins_a_cluster() -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from neuron.untouched_memory import zeros
+
 Slots = Tensor | slice
 """Indices of slots, or a range of them."""
 
@@ -33,9 +35,9 @@ class KVBlocks:
         self.head_dim = head_dim
         self.dtype = dtype
         shape = ((num_blocks + 1) * block_size, num_kv_heads, head_dim)
-        self.keys: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.keys: list[Tensor] = [zeros(shape, dtype, device) for _ in range(num_layers)]
         """Of each layer, [slots, kv heads, head_dim]."""
-        self.values: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values: list[Tensor] = [zeros(shape, dtype, device) for _ in range(num_layers)]
         """As `keys`."""
 
     @property
