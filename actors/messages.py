@@ -1,6 +1,6 @@
 """The protocol: everything that crosses a process, as immutable msgspec structs.
 
-    Renderer  -> Scheduler   EngineRequest
+    Renderer  -> Scheduler   EngineRequest; on one node Submit, Abort
     Scheduler -> Renderer    EngineOutput, a stream per request
     Scheduler -> every rank  SchedulerOutput, one per step
     every rank -> Scheduler  RankOutput, one per step
@@ -60,7 +60,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     mm_items: tuple[MMItem, ...] = ()
     """Sorted by offset; the same mm_hash may occur several times."""
     pixels: dict[str, Any] = msgspec.field(default_factory=dict)
-    """mm_hash -> reference to the pixels, a Ray ObjectRef of float32 [patches, patch_dim]; kept while it lives."""
+    """mm_hash -> reference to the pixels, float32 [patches, patch_dim], kept while it lives: a Ray ObjectRef, or what
+    Renderer and Scheduler hold on one node (StoredPixels, PixelMemory)."""
     output_token_ids: tuple[int, ...] = ()
     """Tokens that the client has received already from another engine: generation goes on behind them."""
     cache_salt: str | None = None
@@ -76,6 +77,32 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     mm_cache_queries: int = 0
     """Processor cache lookups made for it, in items; the Renderer exports them, the engine only logs them."""
     mm_cache_hits: int = 0
+
+
+class PixelFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Pixels in the memory of a process of this node, float32 (`actors.pixel_memory`)."""
+
+    pid: int
+    descriptor: int
+    name: str
+    """Of what the descriptor leads to: no other pixels have it."""
+    shape: tuple[int, int]
+    """(patches, patch_dim)"""
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """A request to an engine on the Renderer's node."""
+
+    request: EngineRequest
+    """Without pixels."""
+    pixel_files: dict[str, PixelFile]
+    """By mm_hash. Their owner keeps them until the request's last output, or its abort."""
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Nobody reads the request's outputs any more."""
+
+    request_id: str
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +183,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """Those of them that lie within their request's prompt; the others are decode."""
     scheduled_encoder_inputs: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
     """request id -> indices into its mm_items to encode; a mm_hash appears once in a step."""
+    pixel_files: dict[str, PixelFile] = msgspec.field(default_factory=dict)
+    """Where the ranks' node has the pixels of the images to encode, by mm_hash; others are sent to who encodes them."""
     free_encoder_mm_hashes: tuple[str, ...] = ()
     """Evicted: the ranks free these before they allocate anything."""
     finished_request_ids: tuple[str, ...] = ()

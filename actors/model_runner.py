@@ -22,11 +22,13 @@ from actors.messages import (
     EncoderCacheOccupancy,
     MMItem,
     NewRequest,
+    PixelFile,
     RankOutput,
     SchedulerOutput,
     TokenLogprobs,
     WarmUp,
 )
+from actors.pixel_memory import PixelMemory
 from actors.pixels import PixelMailbox
 from actors.plan import EnginePlan
 from actors.rank_metrics import RankMetrics
@@ -217,7 +219,7 @@ class ModelRunner:
         items = {item.mm_hash: item for _, item in scheduled}
         patches = [(item.mm_hash, math.prod(item.grid)) for item in items.values()]
         rounds = pack(patches, self._plan.vision_patches, self._world_size, self._model_config.merge_area)
-        encodings = [self._encoding(each, items, absent) for each in rounds]
+        encodings = [self._encoding(each, items, absent, output.pixel_files) for each in rounds]
         if absent:
             self._check_fault("encode")
             with self._stages("vit_forward"):
@@ -226,7 +228,9 @@ class ModelRunner:
         for mm_hash in absent:
             self.encoder_cache.mark_written(mm_hash, output.clock)
 
-    def _encoding(self, vision_round: Round, items: Mapping[str, MMItem], absent: Collection[str]) -> _Encoding:
+    def _encoding(
+        self, vision_round: Round, items: Mapping[str, MMItem], absent: Collection[str], files: Mapping[str, PixelFile]
+    ) -> _Encoding:
         """A round's inputs on this rank: its own images, and the cache rows of every rank's absent ones."""
         rows = self._scratch_rows(vision_round.num_rows)
         for rank, block in enumerate(vision_round.blocks):
@@ -234,17 +238,18 @@ class ModelRunner:
                 if image.mm_hash in absent:
                     first = rank * vision_round.num_rows + image.row_offset
                     rows[first : first + image.num_rows] = torch.tensor(self.encoder_cache.rows(image.mm_hash))
-        timeout = self._plan.config.parallel.collective_timeout_s
         mine = vision_round.blocks[self._rank]
-        images = [(self._take_pixels(items[image.mm_hash], timeout), items[image.mm_hash].grid) for image in mine]
+        images = [(self._take_pixels(items[image.mm_hash], files), items[image.mm_hash].grid) for image in mine]
         encodes = bool(mine) or self._plan.kind.same_program
         inputs = self._vision_block(images, vision_round.num_patches) if encodes else None
         used = sum(image.num_patches for image in mine)
         return _Encoding(f"encode/{vision_round.num_patches}", used, inputs, rows)
 
-    def _take_pixels(self, item: MMItem, timeout_s: float) -> np.ndarray:
+    def _take_pixels(self, item: MMItem, files: Mapping[str, PixelFile]) -> np.ndarray:
         """An image's pixels. Lost ones are zeros, so that the ranks stay in step: nobody gets to read of them."""
-        pixels = self._pixels.take(item.mm_hash, timeout_s)
+        if (file := files.get(item.mm_hash)) is not None:
+            return PixelMemory.open(file).array()
+        pixels = self._pixels.take(item.mm_hash, self._plan.config.parallel.collective_timeout_s)
         return np.zeros((math.prod(item.grid), self._model_config.patch_dim), np.float32) if pixels is None else pixels
 
     def _vision_block(self, images: Sequence[tuple[np.ndarray, Grid]], num_patches: int) -> VisionBlock:

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.environment import COMPUTES
-from actors.messages import RankOutput, SchedulerOutput, WarmUp
+from actors.messages import PixelFile, RankOutput, SchedulerOutput, WarmUp
 from actors.neuron_cores import (
     check_gang,
     core_order,
@@ -26,6 +26,7 @@ from actors.neuron_cores import (
     root_address,
     runtime_environment,
 )
+from actors.pixel_memory import PixelMemory
 from actors.plan import EnginePlan
 from actors.rank_actor import RankActor
 from actors.rank_processes import end_processes, remove_segments
@@ -259,10 +260,12 @@ class RankGroup:
     ) -> RankOutput:
         """Run one step on every rank and return rank 0's answer. Raises RankFailure.
 
-        `items`: (mm_hash, patches) of the images to encode, in the message's order; `pixels`: references by mm_hash,
-        without those that lead to nothing. `meanwhile` is called once the ranks have the step.
+        `items`: (mm_hash, patches) of the images to encode, in the message's order; `pixels`: Ray's references, or
+        PixelMemory, by mm_hash, without those that lead to nothing. `meanwhile` is called once the ranks have the step.
         """
-        self._send_pixels(pixels, items)
+        if items:
+            files = self._send_pixels(pixels, items)
+            output = msgspec.structs.replace(output, pixel_files=files)
         answers = self._exchange(output, self.config.parallel.collective_timeout_s, meanwhile)
         if self.config.debug.rank_digest:
             for answer in answers:
@@ -271,17 +274,21 @@ class RankGroup:
                     raise RankFailure(answer.rank, reason, "differs")
         return answers[0]
 
-    def _send_pixels(self, pixels: Mapping[str, Any], items: list[tuple[str, int]]) -> None:
-        """Each image goes to the one rank that encodes it."""
-        if not items:
-            return
+    def _send_pixels(self, pixels: Mapping[str, Any], items: list[tuple[str, int]]) -> dict[str, PixelFile]:
+        """Each image goes to the one rank that encodes it; of pixels in this node's memory the step itself tells."""
+        held = {mm_hash: each for mm_hash, each in pixels.items() if isinstance(each, PixelMemory)}
+        if isinstance(self._channel, SocketChannel):
+            files = {mm_hash: memory.file for mm_hash, memory in held.items()}
+        else:
+            files, pixels = {}, {**pixels, **{mm_hash: memory.array() for mm_hash, memory in held.items()}}
         wanted: dict[int, list[str]] = {}
         for vision_round in pack(items, self.plan.vision_patches, self.world_size, self.plan.merge_area):
             for rank, block in enumerate(vision_round.blocks):
-                wanted.setdefault(rank, []).extend(image.mm_hash for image in block)
+                wanted.setdefault(rank, []).extend(each.mm_hash for each in block if each.mm_hash not in files)
         for rank, mm_hashes in wanted.items():
             if mm_hashes:
                 self._actors[rank].put_pixels.remote(mm_hashes, *(pixels.get(mm_hash) for mm_hash in mm_hashes))
+        return files
 
     def _exchange(
         self, command: SchedulerOutput | WarmUp, timeout_s: float, meanwhile: Callable[[], None] = lambda: None

@@ -2,7 +2,7 @@
 
     python benchmarks/per_token.py
 
-Text requests, one stream and sixteen, `configs/laptop.yaml`, once with each `server.output_channel`, in turns. Of the
+Text requests, one stream and sixteen, `configs/laptop.yaml`, once with each `server.engine_channel`, in turns. Of the
 application also the CPU time of each process per token: on a small machine they take each other's cores.
 """
 
@@ -135,7 +135,7 @@ def main() -> None:
         print(f"{streams:2} streams, engine alone: {spread([1e3 * each for each in seconds])} ms per token", flush=True)
     with TemporaryDirectory() as folder:
         for channel in args.channels * args.starts:
-            changes = {"server": {"output_channel": channel}}
+            changes = {"server": {"engine_channel": channel}}
             log = Path(folder) / "log"
             with Application("configs/laptop.yaml", changes, log, behind_haproxy()) as application:
                 for streams in STREAMS:

@@ -196,9 +196,11 @@ class ServerSettings(Settings):
     max_body_bytes: int = Field(64 * 1024**2, ge=1)
     engine_wait_s: float = Field(120.0, ge=0)
     """While no Scheduler replica takes a request (the only one is being replaced) it waits so long, then gets 503."""
-    output_channel: Literal["auto", "serve"] = "auto"
-    """How tokens come from an engine to a Renderer. auto: over a local socket, a message per step for all requests,
-    where both are on one node that runs Linux; else as serve: as items of a Serve stream for each request."""
+    engine_channel: Literal["auto", "serve"] = "auto"
+    """How a Renderer and an engine talk. auto: over a local socket where both are on one node that runs Linux, up to
+    scheduler.max_num_seqs requests at a time; beyond that, and where they are not, as serve: each request is a call of
+    Serve's, which chooses among all engines and counts what runs on each. Tokens come back a message per step for all
+    requests over the socket, else as items of a stream for each."""
     shutdown_timeout_s: float = Field(20.0, ge=0)
     """On SIGTERM, or when a replica is replaced: requests that run get so long to finish."""
 

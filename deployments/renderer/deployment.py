@@ -4,19 +4,22 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from actors.messages import EngineOutput, EngineRequest
 from configs.engine import EngineConfig
 from deployments.output_buffer import read_ahead
-from deployments.output_channel import OutputReceiver, Receiving
 from deployments.renderer.announce import announce
 from deployments.renderer.draining import Drain, DrainMiddleware
 from deployments.renderer.engine_client import EngineLostError, EngineUnavailableError
+from deployments.renderer.local_engines import LocalEngines, Receiving
+from deployments.renderer.stored_pixels import StoredPixels, files_of, references_of
 from telemetry import prometheus, spans
 from telemetry.logs import configure
 from telemetry.recorder import ENGINE, create_recorder, replica_tags
@@ -31,31 +34,45 @@ HEALTH_TIMEOUT_S = 2.0
 
 
 class ServeEngineClient:
-    """EngineClient over the Scheduler deployment's handle."""
+    """EngineClient over the Scheduler deployment's handle, and over local sockets to engines on this node."""
 
     def __init__(
         self,
         handle: Any,
         reader: tuple[str, str] | None = None,
         wait_s: float = 120.0,
-        receiver: OutputReceiver | None = None,
+        local: LocalEngines | None = None,
+        max_local: int = 0,
     ) -> None:
         """`reader`: name and namespace of this process's actor. `wait_s`: for a replica that takes a request.
-        `receiver`: takes the outputs of engines on this node, once it has started."""
+        `local`: engines on this node, each of which gets up to `max_local` requests at a time from here by itself."""
         # Pixels travel as object references inside the request, so requests go by actor call, not by Serve's gRPC.
         self._handle = handle.options(_by_reference=True)
         self._stream = handle.options(stream=True, _by_reference=True)
         self._reader = reader
         self._wait_s = wait_s
-        self._receiver = receiver or OutputReceiver()
+        self._local = local or LocalEngines()
+        self._max_local = max_local
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        engine = self._local.choose(self._max_local)
+        files = None if engine is None else files_of(request.pixels)
+        if engine is None or files is None:
+            generating = self._call(request)
+        else:
+            generating = self._local.generate(engine, request, files)
+        async with aclosing(generating) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _call(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """By Serve, to one of all engines."""
         # Serve's router keeps a call that was cancelled before a replica had it in a reference cycle, and a process at
         # rest collects none: what it is given of the pixels is taken back when the call ends.
-        pixels = dict(request.pixels)
-        address = self._receiver.address if self._receiver.started else None
+        pixels = await references_of(request.pixels)
+        address = self._address
         request = msgspec.structs.replace(request, reader=self._reader, outputs_to=address, pixels=pixels)
-        with self._receiver.receiving(request.request_id) as receiving:
+        with self._local.receiving(request.request_id) as receiving:
             response = self._stream.generate.remote(request)
             try:
                 await self._taken(response)
@@ -70,6 +87,10 @@ class ServeEngineClient:
             finally:
                 response.cancel()
                 pixels.clear()
+
+    @property
+    def _address(self) -> str | None:
+        return self._local.address if self._local.started else None
 
     async def _taken(self, response: Any) -> None:
         """Returns once a replica has the request: a handle would wait for one for ever."""
@@ -89,7 +110,7 @@ class ServeEngineClient:
 
     async def ready(self) -> None:
         """Waits for a replica, however long that takes. Raises what the engine stopped with."""
-        await self._handle.ready.remote()
+        await self._handle.ready.remote(self._address)
 
     async def health(self) -> bool:
         try:
@@ -151,13 +172,15 @@ class RendererDeployment:
         context = ray.get_runtime_context()
         name = context.get_actor_name()
         assert name is not None, "Serve names its replicas"
-        receiver = OutputReceiver()
-        if config.server.output_channel == "auto" and sys.platform == "linux":  # others have no abstract sockets
-            await receiver.start()
+        local = LocalEngines()
+        store: Callable[[np.ndarray], Any] = ray.put
+        if config.server.engine_channel == "auto" and sys.platform == "linux":  # others have no abstract sockets
+            await local.start()
+            store = partial(StoredPixels, put=ray.put)
         reader = name, context.namespace
-        engine = ServeEngineClient(scheduler, reader, config.server.engine_wait_s, receiver)
+        engine = ServeEngineClient(scheduler, reader, config.server.engine_wait_s, local, config.scheduler.max_num_seqs)
         recorder = create_recorder(config.model, ENGINE, replica_tags())
-        self._renderer = Renderer(config, checkpoint, engine, recorder, store=ray.put)
+        self._renderer = Renderer(config, checkpoint, engine, recorder, store=store)
         self._api = build_api(self._renderer, config, prometheus.render)
         self._drain = Drain()
         self._api.add_middleware(DrainMiddleware, drain=self._drain)

@@ -9,7 +9,7 @@ from functools import partial
 from actors.messages import EngineOutput, EngineRequest
 from actors.plan import make_plan
 from configs.engine import EngineConfig
-from deployments.output_channel import OutputSenders
+from deployments.scheduler.local_renderers import LocalRenderers
 from telemetry import spans
 from telemetry.logs import configure
 from telemetry.recorder import ENGINE, create_recorder, replica_tags
@@ -59,19 +59,19 @@ class SchedulerDeployment:
         self._engine = Engine(Scheduler(config), group, stats, config.debug.check_invariants, find_lost)
         self._engine.start()
         self._readers = Readers(self._engine.drop)
-        self._senders = OutputSenders()
+        self._renderers = LocalRenderers(self._engine)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Compute a request, which a consumer that goes away, or dies, aborts. Its tokens go out as they are sampled:
         to the socket that it names, or as items of this stream where that is not on this node."""
         with self._readers.reading(request):
-            sender = await self._senders.to(request.outputs_to)
-            if sender is None:
+            renderer = await self._renderers.to(request.outputs_to)
+            if renderer is None:
                 async for output in self._engine.stream(request):
                     yield output
                 return
             try:
-                await sender.carry(request.request_id, partial(self._engine.submit, request, sender.put))
+                await renderer.carry(request.request_id, partial(self._engine.submit, request, renderer.put))
                 return
             except ConnectionError as error:
                 lost = str(error)
@@ -87,9 +87,10 @@ class SchedulerDeployment:
         """Forget every cached image that no running request holds, here and on the ranks."""
         await asyncio.wrap_future(self._engine.call(lambda scheduler: scheduler.reset_encoder_cache()))
 
-    async def ready(self) -> int:
-        """The replica's process id, while the engine runs."""
+    async def ready(self, outputs_to: str | None = None) -> int:
+        """The replica's process id, while the engine runs. It connects to the Renderer that listens at `outputs_to`."""
         self.check_health()
+        await self._renderers.to(outputs_to)
         return os.getpid()
 
     def check_health(self) -> None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from actors.messages import EngineRequest
+from actors.pixel_memory import PixelMemory
 
 CHECK_S = 0.25
 PIXELS_TIMEOUT_S = 10.0
@@ -59,7 +60,10 @@ class Readers:
 
 
 def find_lost(pixels: Mapping[str, Any]) -> list[str]:
-    """mm_hashes whose reference leads to nothing. What is there is mapped, not copied."""
+    """mm_hashes whose reference leads to nothing. What is there is mapped, not copied; memory of this node is there."""
+    objects = {mm_hash: held for mm_hash, held in pixels.items() if not isinstance(held, PixelMemory)}
+    if not objects:
+        return []
     import ray
 
     def is_lost(references: list[Any], timeout_s: float) -> bool:
@@ -69,6 +73,6 @@ def find_lost(pixels: Mapping[str, Any]) -> list[str]:
             return True
         return False
 
-    if not is_lost(list(pixels.values()), PIXELS_TIMEOUT_S):
+    if not is_lost(list(objects.values()), PIXELS_TIMEOUT_S):
         return []
-    return [mm_hash for mm_hash, reference in pixels.items() if is_lost([reference], ONE_IMAGE_TIMEOUT_S)]
+    return [mm_hash for mm_hash, reference in objects.items() if is_lost([reference], ONE_IMAGE_TIMEOUT_S)]

@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from actors.messages import MMItem, NewRequest, SamplingParams, SchedulerOutput
+from actors.pixel_memory import PixelMemory
 from actors.plan import EnginePlan, make_plan
 from actors.rank_group import RankGroup
 from actors.step_channel import RankFailure
@@ -98,12 +99,12 @@ def prefill(step_id: int) -> SchedulerOutput:
     )
 
 
-def run(group: RankGroup, step_id: int) -> Token:
-    """Run the step; step 1 alone encodes the image."""
+def run(group: RankGroup, step_id: int, memory: PixelMemory | None = None) -> Token:
+    """Run the step; step 1 alone encodes the image, whose pixels are Ray's object or `memory`."""
     step = prefill(step_id)
     pixels = np.random.default_rng(1).standard_normal((16, 768), dtype=np.float32)
     items = [("image", 16)] if step.scheduled_encoder_inputs else []
-    output = group.step(step, {"image": ray.put(pixels)}, items)
+    output = group.step(step, {"image": memory or ray.put(pixels)}, items)
     token = output.sampled[f"r{step_id}"]
     assert output.occupancy is not None
     assert output.occupancy.active_real_tokens == 4
@@ -118,7 +119,8 @@ def test_both_channels_give_the_same(gang: Gang) -> None:
     assert run(gang.group, 2) == gang.first  # from the encoder cache now
 
     by_calls, _ = started("actor_call", "gloo")
-    token, logprob = run(by_calls, 1)
+    memory = PixelMemory.create(np.random.default_rng(1).standard_normal((16, 768), dtype=np.float32))
+    token, logprob = run(by_calls, 1, memory)
     assert token == gang.first[0]
     assert logprob == pytest.approx(gang.first[1], abs=1e-4)
     by_calls.shutdown()
@@ -171,6 +173,12 @@ class Owner:
 
     def put(self, array: np.ndarray) -> list[ray.ObjectRef]:
         return [ray.put(array)]
+
+
+def test_pixels_in_this_nodes_memory_are_the_same(gang: Gang) -> None:
+    memory = PixelMemory.create(np.random.default_rng(1).standard_normal((16, 768), dtype=np.float32))
+    token = gang.group.step(encode_again(2), {"image": memory}, [("image", 16)]).sampled["r2"]
+    assert (token.token_id, token.logprob) == gang.first
 
 
 def test_ranks_stay_in_step_without_lost_pixels(gang: Gang) -> None:

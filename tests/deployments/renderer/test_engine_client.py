@@ -4,13 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from actors.messages import EngineOutput, EngineRequest
-from deployments.output_channel import OutputReceiver, OutputSenders
 from deployments.renderer.deployment import ServeEngineClient
 from deployments.renderer.engine_client import EngineLostError, EngineUnavailableError
+from deployments.renderer.local_engines import LocalEngines
+from deployments.renderer.stored_pixels import StoredPixels, files_of
+from deployments.scheduler.local_renderers import LocalRenderers
 from tests.deployments.scheduler.simulation import make_request
 
 
@@ -125,6 +129,13 @@ def test_a_call_that_was_given_up_holds_no_pixels() -> None:
     assert request.pixels == {"a": "pixels"}  # to be sent again
 
 
+class NoRequests:
+    def submit(self, *_: Any) -> None:
+        pytest.fail("submitted")
+
+    def abort(self, _: str) -> None: ...
+
+
 class SendsBeside(Handle):
     """A call without items, of which the outputs come over the socket once it has ended."""
 
@@ -143,7 +154,7 @@ class SendsBeside(Handle):
         yield
 
     async def _send(self) -> None:
-        sender = await OutputSenders().to(self.request.outputs_to)
+        sender = await LocalRenderers(NoRequests()).to(self.request.outputs_to)
         assert sender is not None
         for output in self.outputs:
             sender.put(output)
@@ -151,12 +162,12 @@ class SendsBeside(Handle):
 
 def read_beside(handle: Handle) -> list[EngineOutput]:
     async def read() -> list[EngineOutput]:
-        receiver = OutputReceiver()
-        await receiver.start()
-        client = ServeEngineClient(handle, receiver=receiver)
+        local = LocalEngines()
+        await local.start()
+        client = ServeEngineClient(handle, local=local)
         outputs = [output async for output in client.generate(make_request("r", 1))]
-        assert not receiver._receiving
-        receiver.close()
+        assert not local._receiving
+        local.close()
         return outputs
 
     return asyncio.run(asyncio.wait_for(read(), 5))
@@ -193,3 +204,63 @@ def test_a_bug_of_the_replica_stays_one() -> None:
 
 def test_an_engine_that_stopped_is_not_healthy() -> None:
     assert not asyncio.run(ServeEngineClient(Handle(RuntimeError("the engine stopped"))).health())
+
+
+class AtOnce:
+    """An engine that ends every request at once."""
+
+    def submit(self, request: EngineRequest, on_output: Any) -> None:
+        assert set(request.pixels) == {"a"}
+        on_output(EngineOutput(request_id=request.request_id, finish_reason="stop"))
+
+    def abort(self, _: str) -> None: ...
+
+
+def test_an_engine_of_this_node_gets_requests_without_serve_up_to_a_limit() -> None:
+    put: list[np.ndarray] = []
+    called: list[EngineRequest] = []
+
+    class Serve(Handle):
+        def remote(self, request: EngineRequest) -> Handle:
+            called.append(msgspec.structs.replace(request, pixels=dict(request.pixels)))
+            return self
+
+        async def __aiter__(self) -> AsyncIterator[Any]:
+            yield EngineOutput(request_id=called[-1].request_id, finish_reason="length")
+
+    def store(pixels: np.ndarray) -> str:
+        put.append(pixels.copy())
+        return f"reference {len(put)}"
+
+    async def generate() -> None:
+        local = LocalEngines()
+        await local.start()
+        pixels = {"a": StoredPixels(np.ones((4, 3), np.float32), store)}
+        request = make_request("r", 1, ("a", 4), pixels=pixels)
+        client = ServeEngineClient(Serve(RuntimeError()), local=local, max_local=1)
+
+        async def ends() -> list[Any]:
+            return [output.finish_reason async for output in client.generate(request)]
+
+        assert await ends() == ["length"], "nobody is connected"
+        await LocalRenderers(AtOnce()).to(local.address)
+        while not local._engines:
+            await asyncio.sleep(0)
+        assert await ends() == ["stop"]
+        engine = local.choose(1)
+        assert engine is not None
+        engine.requests.add("another")
+        assert await ends() == ["length"]
+        local.close()
+
+    asyncio.run(asyncio.wait_for(generate(), 10))
+    assert [request.pixels for request in called] == [{"a": "reference 1"}] * 2
+    assert [array.tolist() for array in put] == [np.ones((4, 3)).tolist()]
+
+
+def test_pixels_for_which_no_descriptors_are_left_are_objects_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.renderer.stored_pixels._SHARE_OF_DESCRIPTORS", 0)
+    stored = StoredPixels(np.ones((4, 3), np.float32), lambda _: "reference")
+    assert stored.memory is None
+    assert stored.reference() == "reference"
+    assert files_of({"a": stored}) is None

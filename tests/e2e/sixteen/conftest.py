@@ -25,7 +25,7 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # what a log holds is in its file
         KEYS_VARIABLE: VARIABLE_KEY,
     }
-    server = {"output_channel": "serve", "api_keys_file": str(folder / "keys"), "api_keys_variable": KEYS_VARIABLE}
+    server = {"engine_channel": "serve", "api_keys_file": str(folder / "keys"), "api_keys_variable": KEYS_VARIABLE}
     changes = DEBUG | {"server": DEBUG["server"] | server}
     with Application("serve_config.yaml", changes, folder / "serve.log", environment, api_key=FILE_KEY) as application:
         yield application
