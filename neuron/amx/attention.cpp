@@ -8,22 +8,10 @@
 #include <vector>
 
 #include "functions.h"
+#include "kernels.h"
 #include "tiles.h"
 
 using namespace amx;
-
-struct Heads {
-  const float *q, *k, *v;                           // [rows, heads, dim], [slots, kv heads, dim]
-  float* out;                                       // [rows, heads, dim]
-  int64_t q_stride, k_stride, v_stride;             // values from one row, or slot, to the next
-  int32_t heads, kv_heads, dim;                     // dim: a multiple of 16
-  int32_t causal;                                   // the queries are the context's last tokens
-  float scale;
-};
-
-struct Span {
-  int64_t row, num_rows, slot, num_slots;           // of q; of the list of slots
-};
 
 namespace {
 
@@ -211,7 +199,6 @@ class SpanOfHead {
 
 }  // namespace
 
-// Rows of `out` that belong to no span are left as they are.
 extern "C" void attention(const Heads* heads, const Span* spans, int num_spans, const int64_t* slots) {
   int64_t scores = 0;
   for (int which = 0; which < num_spans; ++which) scores += spans[which].num_rows * spans[which].num_slots;

@@ -29,4 +29,17 @@ inline __m512 gelu16(__m512 x) {
   return _mm512_mul_ps(x, sigmoid16(_mm512_mul_ps(x, inner)));
 }
 
+// GELU itself, x / 2 * (1 + erf(x / sqrt(2))). The error function to 1.5e-7: 1 less a polynomial in 1 / (1 + p * |x|) times
+// e^(-x^2).
+inline __m512 erf_gelu16(__m512 x) {
+  const __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f)), one = _mm512_set1_ps(1.f);
+  const __m512 z = _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(0.707106781f));
+  const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(z, _mm512_set1_ps(0.3275911f), one));
+  __m512 p = _mm512_set1_ps(1.061405429f);
+  for (const float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(factor));
+  const __m512 tail = _mm512_mul_ps(_mm512_mul_ps(p, t), exp2_16(_mm512_mul_ps(_mm512_mul_ps(z, z), _mm512_set1_ps(-kLog2E))));
+  return _mm512_fmadd_ps(_mm512_abs_ps(half), _mm512_sub_ps(one, tail), half);
+}
+
 }  // namespace amx

@@ -49,6 +49,40 @@ class Heads(ctypes.Structure):
     )
 
 
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("qkv", POINTER(LinearMap)),
+        ("out", POINTER(LinearMap)),
+        ("up", POINTER(LinearMap)),
+        ("down", POINTER(LinearMap)),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("dim", c_int32),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+    )
+
+
+class Pass(ctypes.Structure):
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("attended", c_void_p),
+        ("up", c_void_p),
+        ("middle", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("write_slots", c_void_p),
+        ("spans", c_void_p),
+        ("slots", c_void_p),
+        ("rows", c_int32),
+        ("num_spans", c_int32),
+        ("num_attended", c_int32),
+        ("causal", c_int32),
+    )
+
+
 class AmxError(RuntimeError):
     """The kernels cannot run here: the message says what is missing."""
 
@@ -71,7 +105,8 @@ def library() -> ctypes.CDLL:
     kernels.linear.argtypes = (POINTER(LinearMap), c_void_p, c_int, c_int, c_void_p, c_void_p)
     kernels.rotate.argtypes = (POINTER(Rotation), c_void_p, c_int, c_int64, *[c_void_p] * 5)
     kernels.attention.argtypes = (POINTER(Heads), c_void_p, c_int, c_void_p)
-    for name in ("linear", "rotate", "attention"):
+    kernels.layers.argtypes = (POINTER(Layer), c_int, POINTER(Pass), c_void_p, POINTER(c_void_p), c_void_p)
+    for name in ("linear", "rotate", "attention", "layers"):
         getattr(kernels, name).restype = None
     return kernels
 

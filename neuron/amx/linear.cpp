@@ -5,19 +5,10 @@
 #include <vector>
 
 #include "functions.h"
+#include "kernels.h"
 #include "tiles.h"
 
 using namespace amx;
-
-enum Before { kNothing, kRmsNorm, kLayerNorm, kGelu, kSwiGlu };
-
-struct Linear {
-  const Half* weight;                               // [N / 32] right operands of K
-  const float *bias, *norm_weight, *norm_bias;      // [N], [K], [K], or null
-  float eps;
-  int32_t inputs, outputs, before;                  // K, N: multiples of 32
-  int32_t halves;                                   // of a weight: 1 where all are bfloat16 numbers
-};
 
 namespace {
 
@@ -40,6 +31,7 @@ void prepare(const Linear& map, const float* x, Half* left, int row) {
   switch (map.before) {
     case kNothing: store(load); break;
     case kGelu: store([&](int i) { return gelu16(load(i)); }); break;
+    case kErfGelu: store([&](int i) { return erf_gelu16(load(i)); }); break;
     case kSwiGlu: store([&](int i) { return _mm512_mul_ps(silu16(load(i)), load(n + i)); }); break;
     case kRmsNorm: {
       const float squares = sum_of([&](int i) { return _mm512_mul_ps(load(i), load(i)); });
@@ -133,7 +125,6 @@ void compute(const Linear& map, const float* x, int rows, int stride, const floa
 
 }  // namespace
 
-// x [rows, K] with `stride` values between rows, [rows, 2 * K] for SwiGLU: gate, up. residual, y: [rows, N].
 extern "C" void linear(const Linear* map, const float* x, int rows, int stride, const float* residual, float* y) {
   (map->halves == 1 ? compute<1> : compute<2>)(*map, x, rows, stride, residual, y);
 }

@@ -6,11 +6,7 @@
 
 #include <immintrin.h>
 
-struct Rotation {
-  const float* norm;                                // [turned heads, dim]: an RMS norm before; or null
-  float eps;
-  int32_t heads, kv_heads, dim;                     // queries; keys and as many values behind them. dim: times 32
-};
+#include "kernels.h"
 
 namespace {
 
@@ -44,7 +40,6 @@ void turn(float* x, int dim, const float* norm, float eps, const float* cos, con
 
 }  // namespace
 
-// qkv: `stride` values from one row to the next. cos, sin [rows, dim]. keys, values [slots, kv heads, dim].
 extern "C" void rotate(const Rotation* rotation, float* qkv, int rows, int64_t stride, const float* cos,
                        const float* sin, float* keys, float* values, const int64_t* slots) {
   const int dim = rotation->dim, heads = rotation->heads, width = rotation->kv_heads * dim;

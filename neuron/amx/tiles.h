@@ -16,11 +16,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 namespace amx {
 
 constexpr int kTile = 512;                          // values of a tile
 constexpr int kStep = 4 * kTile;                    // values of a step
-using Half = uint16_t;                              // a bfloat16
 
 // The halves of two vectors.
 struct Halves {

@@ -19,7 +19,7 @@ _LANES = 16
 """What a head's dimension must be a multiple of; other heads are left to torch."""
 
 
-class _Spans(NamedTuple):
+class Spans(NamedTuple):
     """Whose queries read what."""
 
     spans: np.ndarray
@@ -31,7 +31,7 @@ class _Spans(NamedTuple):
     """Rows from the first one on that all belong to a sequence: the kernel writes them."""
 
     @classmethod
-    def of(cls, spans: np.ndarray, slots: np.ndarray, causal: bool) -> _Spans:
+    def of(cls, spans: np.ndarray, slots: np.ndarray, causal: bool) -> Spans:
         rows = int(spans[:, 1].sum())
         last = int(spans[-1, 0] + spans[-1, 1]) if len(spans) else 0
         return cls(spans, slots, causal, rows if rows == last else 0)
@@ -42,7 +42,7 @@ def prefill(kv: KVBlocks, inputs: PrefillInputs) -> ReadsBlocks:
     rows, context = per_sequence.run_lengths(inputs.query_seq), per_sequence.run_lengths(inputs.context_seq)
     if kv.head_dim % _LANES:
         return per_sequence.prefill(kv, inputs)
-    return _reader(kv, _Spans.of(_spans(rows, context), inputs.context_slots.numpy(), causal=True))
+    return BlocksReader(kv, Spans.of(_spans(rows, context), inputs.context_slots.numpy(), causal=True))
 
 
 def decode(kv: KVBlocks, inputs: DecodeInputs) -> ReadsBlocks:
@@ -55,29 +55,38 @@ def decode(kv: KVBlocks, inputs: DecodeInputs) -> ReadsBlocks:
     rows = np.flatnonzero(lengths)
     first = rows * slots.shape[1]
     spans = np.stack((rows, np.ones_like(rows), first, lengths[rows]), axis=1)
-    return _reader(kv, _Spans.of(spans, np.ascontiguousarray(slots), causal=True))
+    return BlocksReader(kv, Spans.of(spans, np.ascontiguousarray(slots), causal=True))
 
 
 def patches(segment_ids: Tensor, dtype: torch.dtype) -> ReadsPatches:
     """Each image's patches among themselves."""
     counts = per_sequence.run_lengths(segment_ids)
-    work = _Spans.of(_spans(counts, counts), np.arange(len(segment_ids)), causal=False)
-    plain = per_sequence.patches(segment_ids, dtype)
-
-    def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return plain(q, k, v) if q.shape[-1] % _LANES else _attend(work, q, k, v)
-
-    return read
+    work = Spans.of(_spans(counts, counts), np.arange(len(segment_ids)), causal=False)
+    return PatchesReader(work, per_sequence.patches(segment_ids, dtype))
 
 
-def _reader(kv: KVBlocks, work: _Spans) -> ReadsBlocks:
-    def read(layer: int, q: Tensor) -> Tensor:
-        return _attend(work, q, kv.keys[layer], kv.values[layer])
+class BlocksReader(NamedTuple):
+    """Implements `interface.ReadsBlocks`."""
 
-    return read
+    kv: KVBlocks
+    work: Spans
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        return _attend(self.work, q, self.kv.keys[layer], self.kv.values[layer])
 
 
-def _attend(work: _Spans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+class PatchesReader(NamedTuple):
+    """Implements `interface.ReadsPatches`."""
+
+    work: Spans
+    plain: ReadsPatches
+    """For heads of other dimensions."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.plain(q, k, v) if q.shape[-1] % _LANES else _attend(self.work, q, k, v)
+
+
+def _attend(work: Spans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [rows, heads, head_dim] over k, v [slots, kv heads, head_dim]; heads lie together in a row."""
     rows, num_heads, head_dim = q.shape
     out = q.new_empty(rows, num_heads * head_dim)

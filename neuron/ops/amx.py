@@ -6,18 +6,23 @@ sides that the tiles don't divide is left to torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuron.amx.library import LinearMap, Rotation, library
 from neuron.kv_blocks import KVBlocks
 from neuron.ops import plain
+from neuron.ops.amx_layers import AmxLayers
 from neuron.ops.before import Gelu, HeadNorm, LayerNorm, RmsNorm, SwiGlu
-from neuron.ops.interface import Linear
+from neuron.ops.interface import LayerParts, Layers, Linear
 
 _BLOCK = 32
 """What the sides of a matrix and a head must be multiples of."""
 _BEFORE: dict[type, int] = {RmsNorm: 1, LayerNorm: 2, Gelu: 3, SwiGlu: 4}
+_ERF_GELU = 5
 
 
 class AmxLinear(nn.Module):
@@ -28,11 +33,13 @@ class AmxLinear(nn.Module):
         self.outputs, inputs = weight.shape
         self.tiles = nn.Buffer(right_operands(weight))
         self.bias = None if bias is None else nn.Buffer(bias)
-        fused = type(before) in _BEFORE and not (isinstance(before, Gelu) and before.approximate != "tanh")
+        code = _BEFORE.get(type(before), 0)
+        if isinstance(before, Gelu) and before.approximate == "none":
+            code = _ERF_GELU
         self.before = before
-        self.fused = fused
+        self.fused = code != 0 or before is None
         norm = before if isinstance(before, RmsNorm | LayerNorm) else None
-        self._map = LinearMap(
+        self.map = LinearMap(
             weight=self.tiles.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
             norm_weight=None if norm is None else norm.weight.data_ptr(),
@@ -40,7 +47,7 @@ class AmxLinear(nn.Module):
             eps=0.0 if norm is None else norm.eps,
             inputs=inputs,
             outputs=self.outputs,
-            before=_BEFORE[type(before)] if fused else 0,
+            before=code,
             halves=self.tiles.shape[2],
         )
         self._kernel = library().linear
@@ -49,7 +56,7 @@ class AmxLinear(nn.Module):
         x = (x if self.fused or self.before is None else self.before(x)).contiguous()
         y = x.new_empty(len(x), self.outputs)
         added = None if residual is None else residual.contiguous()
-        self._kernel(self._map, x.data_ptr(), *x.shape, None if added is None else added.data_ptr(), y.data_ptr())
+        self._kernel(self.map, x.data_ptr(), *x.shape, None if added is None else added.data_ptr(), y.data_ptr())
         return y
 
 
@@ -57,6 +64,19 @@ def linear(weight: Tensor, bias: Tensor | None = None, before: nn.Module | None 
     if any(side % _BLOCK for side in weight.shape):
         return plain.linear(weight, bias, before)
     return AmxLinear(weight, bias, before)
+
+
+def layers(parts: Sequence[LayerParts]) -> Layers | None:
+    whole = all(
+        part.head_dim % _BLOCK == 0
+        and all(isinstance(each, AmxLinear) and each.fused for each in (part.qkv, part.out, part.up, part.down))
+        for part in parts
+    )
+    return AmxLayers(parts) if whole else None
+
+
+def weighted_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    return F.embedding_bag(rows, table, per_sample_weights=weights, mode="sum")
 
 
 def right_operands(weight: Tensor) -> Tensor:

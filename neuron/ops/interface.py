@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
     from neuron.kv_blocks import KVBlocks
@@ -18,8 +20,46 @@ class Linear(Protocol):
         """x [rows, inputs of `before`] -> [rows, outputs]; residual [rows, outputs] is added."""
 
 
+class LayerParts(NamedTuple):
+    """A pre-norm transformer layer: qkv, attention, out with the residual; up, down with the residual."""
+
+    qkv: Linear
+    out: Linear
+    up: Linear
+    down: Linear
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_norm: HeadNorm | None
+    """None: queries and keys are turned only, and attention reads the rows' own."""
+
+
+class Layers(Protocol):
+    """Several layers, computed at once, by the same operators."""
+
+    def __call__(
+        self,
+        layers: range,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: Any,
+        write_slots: Tensor | None = None,
+        added: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """x [rows, hidden] through these layers; `added` [rows, hidden] behind the first of them.
+
+        attend: of the attention that belongs to these operators.
+        """
+
+
 class Ops(Protocol):
     """One implementation."""
+
+    def layers(self, parts: Sequence[LayerParts]) -> Layers | None:
+        """None where layers are computed operator by operator, by who asks."""
+
+    def weighted_rows(self, table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+        """table [n, width]; rows, weights [count, k] -> sums [count, width] of k rows each."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, before: nn.Module | None = None) -> Linear:
         """weight [outputs, inputs]. before: a module of `neuron.ops.before`; None: nothing."""

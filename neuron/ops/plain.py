@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuron.kv_blocks import KVBlocks
 from neuron.ops.before import HeadNorm
+from neuron.ops.interface import LayerParts
 
 
 class PlainLinear(nn.Module):
@@ -26,6 +29,14 @@ class PlainLinear(nn.Module):
 
 
 linear = PlainLinear
+
+
+def layers(parts: Sequence[LayerParts]) -> None:
+    """Operator by operator."""
+
+
+def weighted_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    return (table[rows] * weights[:, :, None]).sum(1)
 
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from neuron.kv_blocks import KVBlocks
 from neuron.models.qwen3_vl.config import Qwen3VLConfig, TextConfig
 from neuron.models.qwen3_vl.weights import Checkpoint
 from neuron.ops.before import HeadNorm, RmsNorm, SwiGlu
-from neuron.ops.interface import Linear, Ops
+from neuron.ops.interface import LayerParts, Linear, Ops
 
 if TYPE_CHECKING:
     from neuron.collectives import Collectives
@@ -89,6 +89,8 @@ class TextLayer(nn.Module):
         self.out = ops.linear(checkpoint.columns(f"{attention}.o_proj.weight", rank, world))
         self.gate_up = ops.linear(torch.cat(gate_up), before=norm2)
         self.down = ops.linear(checkpoint.columns(f"{mlp}.down_proj.weight", rank, world), before=SwiGlu())
+        maps = self.qkv, self.out, self.gate_up, self.down
+        self.parts = LayerParts(*maps, num_heads, len(kv_heads), config.head_dim, self.head_norm)
 
     def forward(
         self,
@@ -121,9 +123,11 @@ class TextModel(nn.Module):
         self.hidden_size = config.text.hidden_size
         self.embedding = VocabEmbedding(checkpoint, f"{prefix}.embed_tokens.weight", collectives)
         self.rope = MRope(config.text)
-        self.layers = nn.ModuleList(
-            TextLayer(config, checkpoint, i, f"{prefix}.layers.{i}", collectives, ops) for i in range(config.num_layers)
-        )
+        names = [f"{prefix}.layers.{i}" for i in range(config.num_layers)]
+        layers = [TextLayer(config, checkpoint, i, name, collectives, ops) for i, name in enumerate(names)]
+        self.layers = nn.ModuleList(layers)
+        # Where no other rank has to be asked between them.
+        self.at_once = ops.layers([layer.parts for layer in layers]) if collectives.world_size == 1 else None
         norm = RmsNorm(checkpoint.whole(f"{prefix}.norm.weight"), config.text.rms_norm_eps)
         head: Tensor = self.embedding.weight  # lies in memory once more: linear maps keep weights as they read them
         if not config.tie_word_embeddings:
@@ -141,6 +145,8 @@ class TextModel(nn.Module):
     ) -> Tensor:
         """x [T, hidden] through all layers; deepstack [T, hidden] parts are added behind the first ones."""
         rope = self.rope(rope_positions, x.dtype)
+        if self.at_once is not None:
+            return self.at_once(range(len(self.layers)), x, rope, attend, write_slots, deepstack)
         for index, layer in enumerate(self.layers):
             x = layer(x, rope, kv, write_slots, attend)
             if index < len(deepstack):

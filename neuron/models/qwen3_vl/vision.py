@@ -10,7 +10,7 @@ from neuron.models.interface import VisionBlock
 from neuron.models.qwen3_vl.config import VisionConfig
 from neuron.models.qwen3_vl.weights import Checkpoint
 from neuron.ops.before import Gelu, LayerNorm
-from neuron.ops.interface import Ops
+from neuron.ops.interface import LayerParts, Ops
 
 NORM_EPS = 1e-6
 
@@ -33,6 +33,8 @@ class VisionLayer(nn.Module):
         self.proj = ops.linear(*affine(checkpoint, f"{name}.attn.proj"))
         self.fc1 = ops.linear(*affine(checkpoint, f"{name}.mlp.linear_fc1"), before=norm2)
         self.fc2 = ops.linear(*affine(checkpoint, f"{name}.mlp.linear_fc2"), before=gelu)
+        maps = self.qkv, self.proj, self.fc1, self.fc2
+        self.parts = LayerParts(*maps, config.num_heads, config.num_heads, config.head_dim, head_norm=None)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: ReadsPatches) -> Tensor:
         """x [P, hidden]; cos, sin [P, 1, head_dim], sin negative in its first half."""
@@ -73,9 +75,10 @@ class VisionTower(nn.Module):
         axis_dim = config.head_dim // 2
         exponents = torch.arange(0, axis_dim, 2, dtype=torch.float32) / axis_dim
         self.rope_frequencies = nn.Buffer(1.0 / config.rope_theta**exponents)
-        self.layers = nn.ModuleList(
-            VisionLayer(config, checkpoint, f"{prefix}.blocks.{i}", ops) for i in range(config.depth)
-        )
+        layers = [VisionLayer(config, checkpoint, f"{prefix}.blocks.{i}", ops) for i in range(config.depth)]
+        self.layers = nn.ModuleList(layers)
+        self.ops = ops
+        self.at_once = ops.layers([layer.parts for layer in layers])
         merge_area = config.spatial_merge_size**2
         self.merger = PatchMerger(checkpoint, f"{prefix}.merger", merge_area, norm_after_merge=False, ops=ops)
         self.deepstack_mergers = nn.ModuleList(
@@ -88,7 +91,7 @@ class VisionTower(nn.Module):
         pixels, position_rows, position_weights, rope_positions, segment_ids = block
         dtype = self.position_table.dtype
         x = self.embedding(pixels.to(dtype))
-        x = x + (self.position_table[position_rows] * position_weights[:, :, None]).sum(1).to(dtype)
+        x = x + self.ops.weighted_rows(self.position_table, position_rows, position_weights).to(dtype)
         # Padding may hold anything, and 0 * NaN would reach the attention's sums.
         x = torch.where((segment_ids >= 0)[:, None], x, 0.0)
 
@@ -97,9 +100,17 @@ class VisionTower(nn.Module):
         cos = torch.cat((cos, cos), dim=-1)[:, None]
         sin = torch.cat((-sin, sin), dim=-1)[:, None]
         attend = attention.patches(segment_ids, dtype)
-        levels = []
-        for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, attend)
-            if index in self.deepstack_indexes:
-                levels.append(self.deepstack_mergers[self.deepstack_indexes.index(index)](x))
+        levels, done = [], 0
+        for index in sorted(self.deepstack_indexes):
+            x = self._through(range(done, index + 1), x, cos, sin, attend)
+            levels.append(self.deepstack_mergers[self.deepstack_indexes.index(index)](x))
+            done = index + 1
+        x = self._through(range(done, len(self.layers)), x, cos, sin, attend)
         return torch.cat((self.merger(x), *levels), dim=-1)
+
+    def _through(self, layers: range, x: Tensor, cos: Tensor, sin: Tensor, attend: ReadsPatches) -> Tensor:
+        if self.at_once is not None and layers:
+            return self.at_once(layers, x, (cos, sin), attend)
+        for index in layers:
+            x = self.layers[index](x, cos, sin, attend)
+        return x

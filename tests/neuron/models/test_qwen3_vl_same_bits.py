@@ -78,3 +78,20 @@ def test_a_token_has_the_same_logits_however_it_is_computed(world_size: int) -> 
     beside = torch.stack(decoded(gang, seq, others, 24))
     assert torch.equal(beside, wanted)
     gang.close()
+
+
+def test_all_layers_in_one_call_are_the_layers_one_by_one() -> None:
+    def logits(gang: Gang) -> list[Tensor]:
+        images = [make_image(name, 6, 8, gang.config.patch_dim, seed) for seed, name in enumerate("ab")]
+        gang.encode(images)
+        seqs = [tokens_of(seed, gang.config.image_token_id, image) for seed, image in enumerate(images)]
+        prefilled = gang.prefill([(seq, PROMPT) for seq in seqs], 128, 128)  # rows of padding behind them
+        return [*gang.caches, *prefilled, *decoded(gang, seqs[0], [seqs[1]], 4)]
+
+    at_once, one_by_one = Gang(DEMO, 1, "amx"), Gang(DEMO, 1, "amx")
+    (model,) = one_by_one.models
+    assert model.text.at_once is not None
+    assert model.vision.at_once is not None
+    model.text.at_once = model.vision.at_once = None
+    for wanted, got in zip(logits(one_by_one), logits(at_once), strict=True):
+        assert torch.equal(wanted, got)
