@@ -29,6 +29,9 @@ logger = logging.getLogger("trn_vision_serve")
 LAST_OUTPUT_TIMEOUT_S = 10.0
 """A call has ended, and its last output, sent before that over the socket, is still to be read."""
 
+MEET_S = 10.0
+"""Between two looks for engines that have come."""
+
 HEALTH_TIMEOUT_S = 2.0
 """Without a replica of the Scheduler a call waits for one; who asks for /health wants an answer."""
 
@@ -112,6 +115,15 @@ class ServeEngineClient:
         """Waits for a replica, however long that takes. Raises what the engine stopped with."""
         await self._handle.ready.remote(self._address)
 
+    async def meet(self) -> None:
+        """For ever: engines that come to this node connect here, so that all of them share its requests."""
+        while True:
+            try:
+                await self._handle.broadcast("ready", self._address).results_async(timeout_s=MEET_S)
+            except Exception as error:  # one that starts, or ends, answers the next time
+                logger.debug("an engine did not answer: %r", error)
+            await asyncio.sleep(MEET_S)
+
     async def health(self) -> bool:
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
@@ -185,6 +197,8 @@ class RendererDeployment:
         self._drain = Drain()
         self._api.add_middleware(DrainMiddleware, drain=self._drain)
         await engine.ready()
+        if local.started:
+            self._meeting = asyncio.ensure_future(engine.meet())
         with_key = config.server.needs_key
         threading.Thread(target=announce, args=(config.model.name, with_key), name="announce", daemon=True).start()
 

@@ -134,19 +134,22 @@ class LocalRenderer:
         """Requests and aborts, until the other end has gone."""
         try:
             while True:
-                message = self._decoder.decode(await read_message(reader))
-                if isinstance(message, Submit):
-                    with self._lock:
-                        self._submitted.add(message.request.request_id)
-                    pixels = self._open(message.pixel_files)
-                    self._engine.submit(msgspec.structs.replace(message.request, pixels=pixels), self.put)
-                else:
-                    self._abort(message.request_id)
+                self._take(self._decoder.decode(await read_message(reader)))
         except (asyncio.IncompleteReadError, OSError):
             pass
         except Exception:
             logger.exception("a Renderer's message cannot be understood")
         self.close()
+
+    def _take(self, message: Submit | Abort) -> None:
+        """Nothing of it stays here: who waits for the next message would hold this one's pixels."""
+        if isinstance(message, Abort):
+            self._abort(message.request_id)
+            return
+        with self._lock:
+            self._submitted.add(message.request.request_id)
+        pixels = self._open(message.pixel_files)
+        self._engine.submit(msgspec.structs.replace(message.request, pixels=pixels), self.put)
 
     def _abort(self, request_id: str) -> None:
         with self._lock:
@@ -163,7 +166,8 @@ class LocalRenderer:
                 try:
                     memory = self._memories[file.name] = PixelMemory.open(file)
                 except OSError as error:
-                    logger.warning("pixels of image %s: %s", mm_hash, error)
+                    # As text: who keeps the error keeps its traceback, and with it the pixels of the others.
+                    logger.warning("pixels of image %s: %s", mm_hash, str(error))
                     continue
             pixels[mm_hash] = memory
         return pixels

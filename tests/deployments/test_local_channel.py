@@ -1,6 +1,7 @@
 """Requests and outputs over one socket: each gets its own, all of them, and nobody waits for who does not read."""
 
 import asyncio
+import gc
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -285,6 +286,9 @@ def test_a_request_goes_over_the_socket_with_its_pixels(run: Run) -> None:
             assert not requests.aborted
             assert not renderer._submitted
             assert not engines._receiving
+            del arrived, held, requests.submitted["r"]
+            gc.collect()
+            assert not renderer._memories, "the connection holds no pixels"
 
     run(everything())
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from configs import digits
 from tests.soak.leaks import SERVES_BYTES
-from tests.soak.watch import object_store_bytes
+from tests.soak.watch import object_store_bytes, open_pixels
 from tests.support.application import Application
 from tests.support.raw_client import RawClient
 
@@ -77,7 +77,8 @@ def test_hundreds_of_disconnects_leave_nothing(one_rank: Application) -> None:
     reset_caches(one_rank)
     settles(lambda: one_rank.metrics()[BLOCKS.format("active")] == 0, "the end of every cached image")
     assert one_rank.metrics()[BLOCKS.format("free")] == one_rank.args["encoder_cache"]["num_blocks"] - 1
-    settles(lambda: object_store_bytes(one_rank) - stored <= SERVES_BYTES, "the end of every image's pixels")
+    settles(lambda: open_pixels(one_rank) == {}, "the end of every image's pixels")
+    settles(lambda: object_store_bytes(one_rank) - stored <= SERVES_BYTES, "the end of those in Ray's object store")
 
 
 def test_a_client_that_does_not_read_holds_nobody_up(one_rank: Application) -> None:

@@ -2,6 +2,7 @@
 
 import time
 
+from tests.soak.watch import open_pixels
 from tests.support.application import Application
 from tests.support.clients import MODEL, image_message, processes
 
@@ -17,10 +18,14 @@ def test_the_start_is_reported_stage_by_stage(one_rank: Application) -> None:
     assert f"{one_rank.url}/v1/chat/completions" in log[positions[-1] :]
 
 
-def test_tokens_come_over_a_local_socket(one_rank: Application) -> None:
-    """On one node, and not as items of a Serve stream, which is how the sixteen ranks of these tests send them."""
+def test_requests_and_tokens_go_over_a_local_socket(one_rank: Application) -> None:
+    """On one node, and not as a call of Serve and items of its stream, as with the sixteen ranks of these tests."""
     one_rank.client.chat.completions.create(model=MODEL, messages=image_message(3), max_tokens=2)
     (renderer,) = processes(one_rank, "ServeReplica:trn-vision-serve:Renderer")
     sockets = [each.laddr for each in renderer.net_connections("unix") if "tvs-outputs-" in str(each.laddr)]
     assert len(sockets) == 2, "the one that listens, and the engine's"
     assert len(set(sockets)) == 1
+    deadline = time.monotonic() + 10
+    while (holders := set(open_pixels(one_rank))) != {"Renderer"} and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert holders == {"Renderer"}, "between requests its cache alone holds pixels"

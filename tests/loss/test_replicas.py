@@ -89,6 +89,15 @@ def wait_for_replicas(application: Application, old: list[psutil.Process]) -> No
     wait_until(complete, what="two replicas")
 
 
+def test_every_engine_of_the_node_is_connected(application: Application) -> None:
+    (renderer,) = processes(application, "ServeReplica:trn-vision-serve:Renderer")
+
+    def sockets() -> list[str]:
+        return [address for each in renderer.net_connections("unix") if "tvs-outputs-" in (address := str(each.laddr))]
+
+    wait_until(lambda: len(sockets()) == 3)  # one that listens
+
+
 def test_a_dead_cluster_is_not_waited_for(application: Application) -> None:
     """The file that it left names it still."""
     assert "ray_current_cluster names a Ray cluster at" in application.log.read_text()

@@ -65,6 +65,20 @@ def holdings(application: Application) -> dict[str, Holding]:
     return result
 
 
+def open_pixels(application: Application) -> dict[str, int]:
+    """Descriptors of pixels in memory (`actors.pixel_memory`), by the name of the processes that hold them."""
+    result = {}
+    for name, processes in tree(application).items():
+        links = []
+        for process in processes:
+            for file in Path(f"/proc/{process.pid}/fd").iterdir():
+                with suppress(OSError):
+                    links.append(os.readlink(file))
+        if count := sum("tvs-pixels" in link for link in links):
+            result[name] = count
+    return result
+
+
 def object_store_bytes(application: Application) -> float:
     """Bytes of all objects in shared memory or spilled, as Ray's own metrics say, which lag by their report interval.
 
