@@ -58,7 +58,7 @@ class ServeEngineClient:
         self._max_local = max_local
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        engine = self._local.choose(self._max_local)
+        engine = self._local.choose(self._max_local, with_pixels=bool(request.pixels))
         files = None if engine is None else files_of(request.pixels)
         if engine is None or files is None:
             generating = self._call(request)

@@ -34,6 +34,9 @@ class Submits(Protocol):
 
     def abort(self, request_id: str) -> None: ...
 
+    @property
+    def healthy(self) -> bool: ...
+
 
 class LocalRenderer:
     """Outputs that could not be sent yet are merged into one per request. Lives on the event loop that connected it."""
@@ -146,6 +149,9 @@ class LocalRenderer:
         if isinstance(message, Abort):
             self._abort(message.request_id)
             return
+        if not self._engine.healthy:  # refusing at once it would have the fewest requests, and get the next one, too
+            self.close()
+            return
         with self._lock:
             self._submitted.add(message.request.request_id)
         pixels = self._open(message.pixel_files)
@@ -182,8 +188,8 @@ class LocalRenderers:
         self._renderers: dict[str, asyncio.Task[LocalRenderer]] = {}
 
     async def to(self, address: str | None) -> LocalRenderer | None:
-        """The one to this address; None where nobody listens at it on this node."""
-        if address is None:
+        """The one to this address; None where nobody listens at it on this node, or the engine has ended."""
+        if address is None or not self._engine.healthy:
             return None
         task = self._renderers.get(address)
         if task is None or _is_over(task):

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import Tensor
 
-from neuron.amx.library import Layer, Pass, library
+from neuron.amx.library import Layer, LinearMap, Pass, library
 from neuron.ops.interface import LayerParts
 
 if TYPE_CHECKING:
     from neuron.attention.amx import BlocksReader, PatchesReader
     from neuron.kv_blocks import KVBlocks
+
+
+class _HasMap(Protocol):
+    """AmxLinear, whose module imports this one."""
+
+    map: LinearMap
 
 
 class AmxLayers:
@@ -72,8 +78,9 @@ class AmxLayers:
 
 def _layer(part: LayerParts) -> Layer:
     norm = part.head_norm
+    maps = [cast("_HasMap", each).map for each in (part.qkv, part.out, part.up, part.down)]
     return Layer(
-        *(ctypes.pointer(each.map) for each in (part.qkv, part.out, part.up, part.down)),  # type: ignore[attr-defined]
+        *map(ctypes.pointer, maps),
         norm=None if norm is None else norm.weight.data_ptr(),
         eps=0.0 if norm is None else norm.eps,
         heads=part.num_heads,
@@ -83,5 +90,5 @@ def _layer(part: LayerParts) -> Layer:
 
 
 def _widths(layer: Any) -> tuple[int, int, int]:
-    """Columns of qkv, of what attention gives, and between the MLP's maps."""
+    """Columns of qkv, of what attention gives, and between the MLP's maps, which are the same in every layer."""
     return layer.qkv.contents.outputs, layer.out.contents.inputs, layer.up.contents.outputs

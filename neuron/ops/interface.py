@@ -46,9 +46,10 @@ class Layers(Protocol):
         write_slots: Tensor | None = None,
         added: Sequence[Tensor] = (),
     ) -> Tensor:
-        """x [rows, hidden] through these layers; `added` [rows, hidden] behind the first of them.
+        """x [rows, hidden] through these layers; `added` [rows, hidden] behind the first of them, one each.
 
-        attend: of the attention that belongs to these operators.
+        rope: cos and sin [rows, 1, head_dim], as for `Ops.rotate`. attend: of the attention that belongs to these
+        operators. write_slots [rows]: where keys and values are stored; None: attention reads the rows' own.
         """
 
 

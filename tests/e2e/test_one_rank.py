@@ -20,7 +20,11 @@ def test_the_start_is_reported_stage_by_stage(one_rank: Application) -> None:
 
 def test_requests_and_tokens_go_over_a_local_socket(one_rank: Application) -> None:
     """On one node, and not as a call of Serve and items of its stream, as with the sixteen ranks of these tests."""
-    one_rank.client.chat.completions.create(model=MODEL, messages=image_message(3), max_tokens=2)
+    with one_rank.client.chat.completions.create(
+        model=MODEL, messages=image_message(3), max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+        assert set(open_pixels(one_rank)) == {"Renderer", "Scheduler"}, "a call of Serve brings references of Ray's"
     (renderer,) = processes(one_rank, "ServeReplica:trn-vision-serve:Renderer")
     sockets = [each.laddr for each in renderer.net_connections("unix") if "tvs-outputs-" in str(each.laddr)]
     assert len(sockets) == 2, "the one that listens, and the engine's"

@@ -130,6 +130,8 @@ def test_a_call_that_was_given_up_holds_no_pixels() -> None:
 
 
 class NoRequests:
+    healthy = True
+
     def submit(self, *_: Any) -> None:
         pytest.fail("submitted")
 
@@ -208,6 +210,8 @@ def test_an_engine_that_stopped_is_not_healthy() -> None:
 
 class AtOnce:
     """An engine that ends every request at once."""
+
+    healthy = True
 
     def submit(self, request: EngineRequest, on_output: Any) -> None:
         assert set(request.pixels) == {"a"}

@@ -95,3 +95,5 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one() -> None:
     model.text.at_once = model.vision.at_once = None
     for wanted, got in zip(logits(one_by_one), logits(at_once), strict=True):
         assert torch.equal(wanted, got)
+    for gang in (at_once, one_by_one):
+        gang.close()
